@@ -1,0 +1,4 @@
+"""The OpenAI HTTP surface.
+
+May import `core` and `front`.
+"""

@@ -1,0 +1,4 @@
+"""Measurements, side by side; each prints one JSON object.
+
+May import every room.
+"""

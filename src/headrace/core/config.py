@@ -1,0 +1,82 @@
+"""The configuration: one tree of frozen dataclasses, from which flags and `HEADRACE_*` variables are generated."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+def option(default: Any, help: str, **extra: Any) -> Any:
+    """A configuration field with its help text; `extra` may hold `choices`, `flag` or `bytes=True`."""
+    return field(default=default, metadata={"help": help, **extra})
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Which model to run and how."""
+
+    model: str = option("default", "model to serve: 'default', a local folder, a .gguf file, or a Hugging Face id")
+    revision: str | None = option(None, "branch, tag or commit of a Hugging Face id")
+    tokenizer: str | None = option(None, "folder or id of the tokenizer, where it is not the model's")
+    dtype: str = option("auto", "type of weights and computation", choices=("auto", "float32", "bfloat16", "float16"))
+    device: str = option("auto", "where to compute", choices=("auto", "cpu", "cuda"))
+    threads: int = option(0, "CPU threads of the engine; 0: all cores")
+    max_model_len: int = option(0, "longest prompt plus output in tokens; 0: what the model supports and memory allows")
+    seed: int = option(0, "seed of the seeds given to requests that bring none; 0: from the system")
+
+
+@dataclass(frozen=True)
+class CacheConfig:
+    """The KV pool."""
+
+    kv_memory: int = option(0, "bytes of the KV pool, e.g. 2GiB; 0: a share of free memory", bytes=True)
+    page_size: int = option(16, "tokens per KV page", choices=(8, 16, 32, 64))
+    kv_dtype: str = option("auto", "type of stored KV", choices=("auto", "float32", "bfloat16", "float16"))
+    prefix_caching: bool = option(True, "reuse the KV of prompt prefixes seen before")
+
+
+@dataclass(frozen=True)
+class SchedulerConfig:
+    """How steps are formed."""
+
+    max_num_seqs: int = option(64, "sequences that may hold KV at once")
+    max_num_batched_tokens: int = option(512, "tokens of one step at most")
+    max_queue: int = option(1024, "requests that may be in flight in the engine; more are refused with 429")
+    itl_target: float = option(0.0, "aim at this time between tokens, e.g. 150ms; 0: throughput first", seconds=True)
+    pipeline_depth: int = option(1, "step plans outstanding at once (micro-batches in flight over spans)")
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """Everything one engine needs."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    cache: CacheConfig = field(default_factory=CacheConfig)
+    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+
+
+@dataclass(frozen=True)
+class ServerConfig:
+    """The HTTP front."""
+
+    host: str = option("127.0.0.1", "address to listen on")
+    port: int = option(8000, "port to listen on")
+    api_key: str | None = option(None, "key that clients must send as a bearer token")
+    served_model_name: str | None = option(None, "name of the model in the API; default: its id")
+    chat_template: str | None = option(None, "file with a Jinja chat template, in place of the model's")
+    generation_config: bool = option(True, "take default sampling parameters from the model's generation_config.json")
+    max_request_bytes: int = option(16 << 20, "largest request body", bytes=True)
+    max_connections: int = option(512, "requests served at once; more get 429")
+    drain_timeout: float = option(30.0, "after SIGTERM, wait this long for running requests", seconds=True)
+    request_timeout: float = option(0.0, "end a request after this long; 0: never", seconds=True)
+    log_level: str = option("info", "least severe log to print", choices=("debug", "info", "warning", "error"))
+    log_requests: bool = option(False, "log each request's numbers as one JSON line (never its text)")
+    allowed_origins: str = option("", "comma-separated origins for CORS; empty: none")
+    tool_parser: str = option("auto", "dialect of tool calls", choices=("auto", "hermes", "none"))
+    reasoning_parser: str = option("auto", "how reasoning is marked", choices=("auto", "think", "none"))
+
+
+@dataclass(frozen=True)
+class Config:
+    """The whole tree: what `headrace serve` takes."""
+
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    server: ServerConfig = field(default_factory=ServerConfig)

@@ -1,0 +1,115 @@
+"""What an engine reports back: tokens as they come, and its own state."""
+
+from typing import Literal
+
+import msgspec
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+
+
+class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
+    """Log-probabilities at one position, of the raw distribution (before penalties, temperature and truncation).
+
+    Attributes:
+        token: the token that stands there.
+        logprob: its log-probability.
+        rank: its rank, 1 for the most probable.
+        top: the most probable tokens with their log-probabilities, best first.
+    """
+
+    token: int
+    logprob: float
+    rank: int
+    top: list[tuple[int, float]]
+
+
+class Delta(msgspec.Struct, frozen=True, array_like=True):
+    """New tokens of one request.
+
+    Attributes:
+        request: the request's id.
+        tokens: token ids produced since the last delta (a stop token is included; the front leaves it out of the text).
+        finish: set in the last delta of a request.
+        stop_token: the token id that ended the request, where one did.
+        logprobs: one entry per token where asked for.
+        prompt_logprobs: in the first delta where asked for; the first prompt token has none.
+        cached_tokens: in the first delta, prompt tokens that were not computed because their KV was at hand.
+        error: what went wrong, with finish `error`.
+    """
+
+    request: str
+    tokens: list[int]
+    finish: FinishReason | None = None
+    stop_token: int | None = None
+    logprobs: list[TokenLogprob] | None = None
+    prompt_logprobs: list[TokenLogprob | None] | None = None
+    cached_tokens: int = 0
+    error: str | None = None
+
+
+class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
+    """A snapshot of an engine; counters (`*_total`) only grow.
+
+    Attributes:
+        waiting: requests in the queue.
+        running: requests that hold KV pages.
+        pages_total: KV pages of the pool.
+        pages_used: pages held by running requests (cached pages nobody holds are free).
+        prompt_tokens_total: prompt tokens of admitted requests.
+        hit_tokens_total: prompt tokens served from the prefix index, counted once, at admission.
+        computed_tokens_total: tokens that went through the model.
+        output_tokens_total: tokens generated.
+        preemptions_total: running requests sent back to the queue.
+        abandoned_total: offline steps given up for online work.
+        steps_total: forward passes completed.
+        step_seconds_total: time spent in them.
+        requests_total: requests finished, by reason.
+    """
+
+    waiting: int = 0
+    running: int = 0
+    pages_total: int = 0
+    pages_used: int = 0
+    prompt_tokens_total: int = 0
+    hit_tokens_total: int = 0
+    computed_tokens_total: int = 0
+    output_tokens_total: int = 0
+    preemptions_total: int = 0
+    abandoned_total: int = 0
+    steps_total: int = 0
+    step_seconds_total: float = 0.0
+    requests_total: dict[str, int] = {}
+
+
+class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """What an engine says of itself once it is ready.
+
+    Attributes:
+        model: path or id the model was loaded from.
+        fingerprint: hex digest of weights, config, dtype and format; KV is shared only under the same one.
+        max_model_len: prompt plus output tokens a sequence may have.
+        vocab_size: rows of the logits.
+        eos_token_ids: tokens that end a sequence unless it ignores them.
+        dtype: of the computation, e.g. `float32`.
+        device: e.g. `cpu`.
+        page_size: tokens per KV page.
+        pages: KV pages of the pool.
+        kv_bytes: bytes of the pool.
+        weight_bytes: bytes of the weights.
+        load_seconds: time it took to become ready.
+        pid: the engine's process id.
+    """
+
+    model: str
+    fingerprint: str
+    max_model_len: int
+    vocab_size: int
+    eos_token_ids: list[int]
+    dtype: str
+    device: str
+    page_size: int
+    pages: int
+    kv_bytes: int
+    weight_bytes: int
+    load_seconds: float
+    pid: int
