@@ -1,0 +1,106 @@
+"""How long a step takes, and how much prefill fits into a step of a given length."""
+
+from dataclasses import dataclass
+
+from headrace.perf.model_shape import ModelShape
+from headrace.perf.profile import DeviceProfile
+
+
+@dataclass(frozen=True, slots=True)
+class StepLoad:
+    """What one step computes.
+
+    Attributes:
+        rows: tokens of the packed batch.
+        sampled: rows that go through the head.
+        kv_bytes: KV bytes that decode tokens read (`ModelShape.kv_bytes_read`, summed).
+        attention_flops: FLOPs of prefill attention (`ModelShape.attention_flops`, summed).
+    """
+
+    rows: int = 0
+    sampled: int = 0
+    kv_bytes: int = 0
+    attention_flops: int = 0
+
+    def __add__(self, other: "StepLoad") -> "StepLoad":
+        """Both in one step."""
+        return StepLoad(
+            self.rows + other.rows,
+            self.sampled + other.sampled,
+            self.kv_bytes + other.kv_bytes,
+            self.attention_flops + other.attention_flops,
+        )
+
+
+class StepTimeModel:
+    """Predicts step times from a device's profile and a model's shape.
+
+    Operators run one after another, so their times add up: linears and head at the measured GEMM rate for their rows,
+    KV reading and element-wise traffic at the measured bandwidths, prefill attention at its rate, plus fixed overheads.
+    """
+
+    def __init__(self, profile: DeviceProfile, shape: ModelShape) -> None:
+        self.profile = profile
+        self.shape = shape
+        self._fixed = profile.step_overhead + shape.layers * profile.layer_overhead
+
+    def decode(self, context: int) -> StepLoad:
+        """The load of one decode token whose context has this many tokens, itself included."""
+        return StepLoad(1, 1, self.shape.kv_bytes_read(context), 0)
+
+    def prefill(self, start: int, length: int, sampled: int = 0) -> StepLoad:
+        """The load of a prefill chunk at `start .. start+length-1`."""
+        return StepLoad(length, sampled, 0, self.shape.attention_flops(start, length))
+
+    def seconds(self, load: StepLoad) -> float:
+        """Predicted time of a step; never falls when any part of the load grows."""
+        if load.rows == 0:
+            return 0.0
+        profile, shape = self.profile, self.shape
+        time = self._fixed + load.rows * shape.linear_flops / profile.gemm_rate(load.rows)
+        if load.sampled:
+            time += load.sampled * shape.head_flops / profile.gemm_rate(load.sampled)
+        time += load.rows * shape.activation_bytes / profile.copy
+        time += load.kv_bytes / profile.kv_read
+        return time + load.attention_flops / profile.attention
+
+    def prefill_that_fits(self, target: float, beside: StepLoad, start: int, most: int) -> int:
+        """How many tokens of a prompt, from position `start`, fit into a step of `target` seconds.
+
+        Args:
+            target: seconds the whole step may take.
+            beside: what the step computes anyway, decode tokens above all.
+            start: tokens of the prompt that already have KV.
+            most: tokens of the prompt that are left, or what the budget allows.
+
+        Returns:
+            The largest count in 0..most whose predicted step time stays within the target; 0 when even one token is too
+            many. The last chunk of a prompt samples one row, so one is counted always: a count that fits stays fitting.
+        """
+        low, high = 0, most
+        while low < high:
+            middle = (low + high + 1) // 2
+            if self.seconds(beside + self.prefill(start, middle, sampled=1)) <= target:
+                low = middle
+            else:
+                high = middle - 1
+        return low
+
+
+class Correction:
+    """Learns how far predictions are off while the engine runs: measured / predicted, smoothed.
+
+    A profile comes from an idle machine and a few shapes; the factor absorbs what it could not know. It is bounded so
+    that one stalled step does not make the scheduler timid for long.
+    """
+
+    def __init__(self, weight: float = 0.1, lowest: float = 0.25, highest: float = 4.0) -> None:
+        self.factor = 1.0
+        self._weight, self._lowest, self._highest = weight, lowest, highest
+
+    def observe(self, predicted: float, measured: float) -> None:
+        """Take one finished step into account; `predicted` is the uncorrected prediction, both in seconds."""
+        if predicted <= 0 or measured <= 0:
+            return
+        ratio = min(self._highest, max(self._lowest, measured / predicted))
+        self.factor += self._weight * (ratio - self.factor)
