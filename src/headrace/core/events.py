@@ -85,7 +85,8 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     """What an engine says of itself once it is ready.
 
     Attributes:
-        model: path or id the model was loaded from.
+        model: the model's name as configured.
+        path: folder with its configuration, weights and tokenizer.
         fingerprint: hex digest of weights, config, dtype and format; KV is shared only under the same one.
         max_model_len: prompt plus output tokens a sequence may have.
         vocab_size: rows of the logits.
@@ -101,6 +102,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     model: str
+    path: str
     fingerprint: str
     max_model_len: int
     vocab_size: int

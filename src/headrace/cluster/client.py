@@ -1,0 +1,190 @@
+"""The front's end of an engine in another process."""
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator, Callable
+
+import zmq
+import zmq.asyncio
+
+from headrace.cluster.messages import (
+    Abort,
+    Failed,
+    Hello,
+    Loading,
+    Ready,
+    Start,
+    Stepped,
+    Stop,
+    Submit,
+    ToWorker,
+    decode_from_worker,
+    encode,
+)
+from headrace.core.config import EngineConfig
+from headrace.core.errors import EngineDead, HeadraceError, QueueFull
+from headrace.core.events import Delta, EngineInfo, EngineStats
+from headrace.core.request import Request
+
+Progress = Callable[[str, float], None]
+
+
+class Stream:
+    """Deltas of one request on their way to its reader. Bounded by what the request may generate."""
+
+    __slots__ = ("_deltas", "_error", "_wake")
+
+    def __init__(self) -> None:
+        self._deltas: deque[Delta] = deque()
+        self._wake = asyncio.Event()
+        self._error: HeadraceError | None = None
+
+    def put(self, delta: Delta) -> None:
+        """Add a delta."""
+        self._deltas.append(delta)
+        self._wake.set()
+
+    def fail(self, error: HeadraceError) -> None:
+        """Make the reader raise once it has read what is there."""
+        self._error = error
+        self._wake.set()
+
+    async def get(self) -> Delta:
+        """The next delta."""
+        while not self._deltas:
+            if self._error is not None:
+                raise self._error
+            self._wake.clear()
+            await self._wake.wait()
+        return self._deltas.popleft()
+
+
+class WorkerClient:
+    """An `EngineClient` over ZeroMQ. Made by a launcher; belongs to one event loop.
+
+    Args:
+        socket: a ROUTER that the worker's DEALER connects to.
+        identity: the worker's.
+        config: of its engine.
+    """
+
+    def __init__(self, socket: zmq.asyncio.Socket, identity: bytes, config: EngineConfig) -> None:
+        self._socket = socket
+        self._identity = identity
+        self._config = config
+        self._streams: dict[str, Stream] = {}
+        self._stats = EngineStats()
+        self._info: EngineInfo | None = None
+        self._dead: HeadraceError | None = None
+        self._outbox: deque[ToWorker] = deque()
+        self._sending: asyncio.Task[None] | None = None
+        self._receiver: asyncio.Task[None] | None = None
+        self._ready: asyncio.Future[None] | None = None
+
+    @property
+    def info(self) -> EngineInfo:
+        """What the engine said when it became ready."""
+        if self._info is None:
+            raise EngineDead("the engine is not ready")
+        return self._info
+
+    @property
+    def dead(self) -> HeadraceError | None:
+        """Why the engine ended, if it did."""
+        return self._dead
+
+    async def start(self, progress: Progress | None = None) -> None:
+        """Send the configuration and wait until the engine is ready.
+
+        Raises:
+            HeadraceError: it cannot start; the message is the worker's.
+            EngineDead: the process ended (`lost` was called).
+        """
+        self._ready = asyncio.get_running_loop().create_future()
+        self._receiver = asyncio.create_task(self._receive(self._ready, progress))
+        await self._ready
+
+    def lost(self, error: HeadraceError) -> None:
+        """The worker is gone: every stream fails."""
+        if self._dead is None:
+            self._dead = error
+        if self._ready is not None and not self._ready.done():
+            self._ready.set_exception(self._dead)
+        for stream in self._streams.values():
+            stream.fail(self._dead)
+
+    def submit(self, request: Request) -> AsyncIterator[Delta]:
+        """See `EngineClient.submit`."""
+        if self._dead is not None:
+            raise self._dead
+        limit = self._config.scheduler.max_queue
+        if len(self._streams) >= limit:
+            raise QueueFull(f"{limit} requests are in flight already; try again later")
+        stream = self._streams[request.id] = Stream()
+        self._send(Submit(request))
+        return self._read(request.id, stream)
+
+    def abort(self, request_id: str) -> None:
+        """See `EngineClient.abort`."""
+        if request_id in self._streams and self._dead is None:
+            self._send(Abort([request_id]))
+
+    async def stats(self) -> EngineStats:
+        """See `EngineClient.stats`."""
+        return self._stats
+
+    async def close(self) -> None:
+        """End the worker."""
+        if self._dead is None:
+            self._send(Stop())
+            self.lost(EngineDead("the engine was closed"))
+        if self._sending is not None:
+            await self._sending
+        if self._receiver is not None:
+            self._receiver.cancel()
+            await asyncio.gather(self._receiver, return_exceptions=True)
+        self._socket.close(linger=500)
+
+    async def _read(self, request_id: str, stream: Stream) -> AsyncIterator[Delta]:
+        finished = False
+        try:
+            while not finished:
+                delta = await stream.get()
+                finished = delta.finish is not None
+                yield delta
+        finally:
+            del self._streams[request_id]
+            if not finished and self._dead is None:
+                self._send(Abort([request_id]))
+
+    def _send(self, message: ToWorker) -> None:
+        """Queue a message; the queue is bounded by the requests in flight."""
+        self._outbox.append(message)
+        if self._sending is None or self._sending.done():
+            self._sending = asyncio.create_task(self._flush())
+
+    async def _flush(self) -> None:
+        while self._outbox:
+            await self._socket.send_multipart([self._identity, encode(self._outbox.popleft())])
+
+    async def _receive(self, ready: "asyncio.Future[None]", progress: Progress | None) -> None:
+        while True:
+            _identity, payload = await self._socket.recv_multipart()
+            match decode_from_worker(payload):
+                case Stepped(deltas, stats):
+                    self._stats = stats
+                    for delta in deltas:
+                        stream = self._streams.get(delta.request)
+                        if stream is not None:
+                            stream.put(delta)
+                case Hello():
+                    self._send(Start(self._config))
+                case Loading(phase, done):
+                    if progress is not None:
+                        progress(phase, done)
+                case Ready(info):
+                    self._info = info
+                    if not ready.done():
+                        ready.set_result(None)
+                case Failed(error, expected):
+                    self.lost(HeadraceError(error) if expected else EngineDead(f"the engine failed: {error}"))

@@ -1,0 +1,163 @@
+"""A worker process: one engine behind a ZeroMQ socket.
+
+No Python thread runs beside the step loop (a busy one more than doubles a decode step): the socket is read between
+steps, and between the layers of steps that are all offline.
+"""
+
+import ctypes
+import os
+import signal
+import sys
+from types import FrameType
+
+import zmq
+
+from headrace.cluster.messages import (
+    Abort,
+    Failed,
+    FromWorker,
+    Hello,
+    Loading,
+    Ready,
+    Start,
+    Stepped,
+    Stop,
+    Submit,
+    ToWorker,
+    decode_to_worker,
+    encode,
+)
+from headrace.core.errors import HeadraceError
+from headrace.core.events import Delta
+from headrace.engine.core import Engine
+
+SEND_HIGH_WATER = 10_000
+PR_SET_PDEATHSIG = 1
+
+
+class Link:
+    """The worker's end of the socket."""
+
+    def __init__(self, address: str, identity: bytes) -> None:
+        self._context = zmq.Context(io_threads=1)
+        self._socket = self._context.socket(zmq.DEALER)
+        self._socket.setsockopt(zmq.IDENTITY, identity)
+        self._socket.setsockopt(zmq.SNDHWM, SEND_HIGH_WATER)
+        self._socket.setsockopt(zmq.LINGER, 1000)
+        self._socket.connect(address)
+
+    def send(self, message: FromWorker) -> None:
+        """Send, waiting for the front when it is very far behind."""
+        self._socket.send(encode(message))
+
+    def receive(self, wait_ms: int | None) -> ToWorker | None:
+        """The next message; None when there is none within `wait_ms` (None: wait for ever)."""
+        if not self._socket.poll(wait_ms):
+            return None
+        return decode_to_worker(self._socket.recv())
+
+    def close(self) -> None:
+        """Send what is pending and let go."""
+        self._socket.close()
+        self._context.term()
+
+
+class StopWorker(Exception):
+    """The front asked for the end, or a signal did."""
+
+
+class Worker:
+    """Feeds an engine from the link and reports each step."""
+
+    def __init__(self, link: Link, engine: Engine) -> None:
+        self._link = link
+        self._engine = engine
+        self._refused: list[Delta] = []
+
+    def run(self) -> None:
+        """Serve until `StopWorker`."""
+        engine, link = self._engine, self._link
+        while True:
+            self._drain(wait=engine.idle and not self._refused)
+            deltas = engine.step(self._interrupt)
+            if deltas or self._refused:
+                deltas += self._refused
+                self._refused = []
+                link.send(Stepped(deltas, engine.stats()))
+
+    def _interrupt(self) -> bool:
+        """Between layers of an offline step: True once online work has arrived."""
+        self._drain(wait=False)
+        return self._engine.online_waiting
+
+    def _drain(self, wait: bool) -> None:
+        message = self._link.receive(None if wait else 0)
+        while message is not None:
+            self._handle(message)
+            message = self._link.receive(0)
+
+    def _handle(self, message: ToWorker) -> None:
+        match message:
+            case Submit(request):
+                try:
+                    self._engine.add(request)
+                except HeadraceError as error:
+                    self._refused.append(Delta(request.id, [], "error", error=str(error)))
+            case Abort(requests):
+                for request_id in requests:
+                    self._engine.abort(request_id)
+            case Stop():
+                raise StopWorker
+            case Start():
+                raise HeadraceError("the worker is started already")
+
+
+def serve(address: str, identity: bytes) -> int:
+    """Connect, load what the front says, serve. Returns the exit status."""
+    link = Link(address, identity)
+    try:
+        link.send(Hello(os.getpid()))
+        start = link.receive(None)
+        if not isinstance(start, Start):
+            return 0
+        from headrace.engine.build import build
+
+        parts = build(start.config, lambda phase, done: link.send(Loading(phase, done)))
+        link.send(Ready(parts.info))
+        Worker(link, Engine(start.config, parts)).run()
+    except StopWorker:
+        return 0
+    except HeadraceError as error:
+        link.send(Failed(str(error), expected=True))
+        return 1
+    except Exception as error:
+        link.send(Failed(f"{type(error).__name__}: {error}", expected=False))
+        raise
+    finally:
+        link.close()
+    return 0
+
+
+def _end(signum: int, frame: FrameType | None) -> None:
+    raise StopWorker
+
+
+def _die_with_parent() -> None:
+    """Have the kernel end this process when the front dies, however it dies."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def main() -> None:
+    """`python -m headrace.cluster.worker ADDRESS IDENTITY PARENT_PID`."""
+    address, identity, parent = sys.argv[1:]
+    _die_with_parent()
+    if os.getppid() != int(parent):
+        sys.exit(0)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the front decides what ends
+    signal.signal(signal.SIGTERM, _end)
+    sys.exit(serve(address, identity.encode()))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,174 @@
+"""From a configuration to the parts of an engine: load the model, size the pool, wire them up."""
+
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import psutil
+import torch
+
+from headrace.core.config import EngineConfig
+from headrace.core.errors import ConfigError
+from headrace.core.events import EngineInfo
+from headrace.engine.kv_group import KVGroup, KVShape
+from headrace.engine.prefix_index import PageHasher
+from headrace.engine.runner import Runner
+from headrace.engine.sampling import Sampler
+from headrace.engine.scheduler import Scheduler
+from headrace.kernels.attention import backend_for
+from headrace.model import hub
+from headrace.model.decoder import Decoder
+from headrace.model.loader import estimate, load
+from headrace.model.progress import Progress as HubProgress
+from headrace.model.shape import ModelShape
+from headrace.perf.model_shape import ModelShape as CostShape
+from headrace.perf.profile import load_or_default
+from headrace.perf.step_time import StepTimeModel
+
+KV_SHARE = 0.4
+KV_MOST = 4 << 30
+
+#: Called with a phase and how much of it is done, 0..1.
+Progress = Callable[[str, float], None]
+
+
+@dataclass(frozen=True)
+class EngineParts:
+    """What an engine is made of."""
+
+    info: EngineInfo
+    decoder: Decoder
+    group: KVGroup
+    sampler: Sampler
+    scheduler: Scheduler
+    runner: Runner
+
+
+def build(config: EngineConfig, progress: Progress | None = None) -> EngineParts:
+    """Load the model and make the parts.
+
+    Raises:
+        ModelError: the model cannot be found, read or run.
+        ConfigError: the numbers do not fit the model or the machine.
+    """
+    begun = time.perf_counter()
+    model, cache, limits = config.model, config.cache, config.scheduler
+    _check(config)
+    tell = progress or (lambda phase, done: None)
+    device = model.device if model.device != "auto" else ("cuda" if torch.cuda.is_available() else "cpu")
+    threads = model.threads or len(os.sched_getaffinity(0))
+    path = hub.resolve(model.model, model.revision, lambda report: tell(report.phase, fraction(report)))
+    need = estimate(path, model.dtype)
+    available = psutil.virtual_memory().available
+    tell(f"load {need.weight_bytes / 2**20:,.0f} MiB of weights ({available / 2**20:,.0f} MiB of memory free)", 0.0)
+    if device == "cpu" and need.peak_bytes > available:
+        raise ConfigError(
+            f"{model.model} needs {need.peak_bytes / 2**30:.1f} GiB to load, {available / 2**30:.1f} GiB are free; "
+            "choose a smaller model or --dtype bfloat16"
+        )
+    decoder = load(
+        path,
+        dtype=model.dtype,
+        device=device,
+        threads=threads,
+        max_model_len=model.max_model_len,
+        progress=progress,
+    )
+    shape = decoder.shape
+    backend = backend_for(device, threads=threads)
+    kv_dtype = shape.dtype if cache.kv_dtype == "auto" else cache.kv_dtype
+    backend.warmup(cache.page_size, kv_dtype)
+    kv_shape = KVShape(range(shape.num_layers), range(shape.kv_heads), shape.head_dim, cache.page_size, kv_dtype)
+    pages, max_model_len = _size(config, kv_shape, shape, device)
+    group = KVGroup(kv_shape, pages, backend, device)
+    sampler = Sampler(shape.vocab_size, shape.eos_ids, model.tokenizer or str(path), threads)
+    profile = load_or_default(device, threads, shape.dtype)
+    scheduler = Scheduler(
+        limits,
+        group.allocator,
+        group.index,
+        PageHasher(shape.fingerprint, cache.page_size),
+        cache.page_size,
+        max_model_len,
+        shape.eos_ids,
+        cache.prefix_caching,
+        StepTimeModel(profile, cost_shape(shape, kv_shape)),
+    )
+    runner = Runner(decoder, group, backend, sampler, limits.max_num_seqs, max_model_len, depth=limits.pipeline_depth)
+    info = EngineInfo(
+        model=model.model,
+        path=str(path),
+        fingerprint=shape.fingerprint,
+        max_model_len=max_model_len,
+        vocab_size=shape.vocab_size,
+        eos_token_ids=list(shape.eos_ids),
+        dtype=shape.dtype,
+        device=device,
+        page_size=cache.page_size,
+        pages=pages,
+        kv_bytes=group.nbytes,
+        weight_bytes=shape.weight_bytes,
+        load_seconds=time.perf_counter() - begun,
+        pid=os.getpid(),
+    )
+    return EngineParts(info, decoder, group, sampler, scheduler, runner)
+
+
+def fraction(report: HubProgress) -> float:
+    """How much of a hub phase is done, 0..1."""
+    return 1.0 if report.finished else (report.done / report.total if report.total else 0.0)
+
+
+def cost_shape(shape: ModelShape, kv: KVShape) -> CostShape:
+    """The numbers that times are predicted from."""
+    windows = [window for window in shape.windows if window is not None]
+    return CostShape(
+        layers=shape.num_layers,
+        hidden=shape.hidden,
+        intermediate=shape.intermediate,
+        linear_params=shape.linear_params,
+        head_params=shape.head_params,
+        query_width=shape.heads * shape.head_dim,
+        kv_width=shape.kv_heads * shape.head_dim,
+        weight_itemsize=shape.itemsize,
+        kv_itemsize=kv.itemsize,
+        window=max(windows, default=0),
+        window_layers=len(windows),
+    )
+
+
+def _check(config: EngineConfig) -> None:
+    limits = config.scheduler
+    for name in ("max_num_seqs", "max_num_batched_tokens", "max_queue", "pipeline_depth"):
+        value = getattr(limits, name)
+        if value < 1:
+            raise ConfigError(f"{name} must be at least 1, got {value}")
+    if limits.itl_target < 0:
+        raise ConfigError(f"itl_target must not be negative, got {limits.itl_target}")
+    if config.model.threads < 0:
+        raise ConfigError(f"threads must not be negative, got {config.model.threads}")
+    if config.cache.kv_memory < 0:
+        raise ConfigError(f"kv_memory must not be negative, got {config.cache.kv_memory}")
+
+
+def _size(config: EngineConfig, kv: KVShape, shape: ModelShape, device: str) -> tuple[int, int]:
+    """Pages of the pool, and the longest sequence it takes."""
+    asked = config.cache.kv_memory
+    free = psutil.virtual_memory().available if device == "cpu" else torch.cuda.mem_get_info()[0]
+    nbytes = asked or min(int(free * KV_SHARE), KV_MOST)
+    if asked > free:
+        raise ConfigError(f"kv_memory is {asked / 2**30:.2f} GiB, only {free / 2**30:.2f} GiB of memory are free")
+    pages = kv.pages_in(nbytes)
+    fits = pages * kv.page_size
+    if config.model.max_model_len > fits:
+        raise ConfigError(
+            f"kv_memory of {nbytes / 2**20:.0f} MiB holds {fits} tokens, less than max_model_len "
+            f"{config.model.max_model_len}; raise --kv-memory or lower --max-model-len"
+        )
+    if fits < 2:
+        raise ConfigError(f"kv_memory of {nbytes} bytes holds no page of {kv.page_bytes} bytes; raise --kv-memory")
+    return pages, min(shape.max_position, fits)
+
+
+__all__ = ["EngineParts", "build", "cost_shape"]

@@ -1,0 +1,17 @@
+"""Environment variables of an engine process; they must be set before torch is imported."""
+
+import os
+
+
+def worker_environment(threads: int) -> dict[str, str]:
+    """This process's environment with what an engine needs.
+
+    Args:
+        threads: CPU threads of the engine; 0: as many as there are cores.
+    """
+    environment = dict(os.environ)
+    if threads:
+        environment["OMP_NUM_THREADS"] = str(threads)
+    environment["TOKENIZERS_PARALLELISM"] = "false"  # the engine's tokenizer only serves grammars
+    environment.setdefault("PYTHONUNBUFFERED", "1")
+    return environment

@@ -1,0 +1,169 @@
+"""Mechanism of a step: arrays, forward, sampling."""
+
+import time
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from headrace.core.events import TokenLogprob
+from headrace.core.plan import StepPlan
+from headrace.engine.attention_step import AttentionStep
+from headrace.engine.batch import BatchBuilder, StepBatch
+from headrace.engine.kv_flow import KVSink, KVSource
+from headrace.engine.kv_group import KVGroup
+from headrace.engine.pipeline import InFlight, LocalSpan, Pipeline, Span, cut
+from headrace.engine.sampling import RowState, Sampler, SampleRow
+from headrace.engine.scheduler import StepResult
+from headrace.engine.sequence import Sequence
+from headrace.kernels.attention import AttentionBackend
+from headrace.model.decoder import Decoder
+
+HEAD_ROWS = 128
+
+
+@dataclass(slots=True)
+class StepOutput:
+    """A finished plan.
+
+    Attributes:
+        plan: which one.
+        result: what the scheduler needs; None if the plan was given up.
+        logprobs: per sequence, one entry per new token, where asked for.
+        prompt_logprobs: per sequence, entries for prompt positions `start + 1 ..` that this step made known.
+    """
+
+    plan: StepPlan
+    result: StepResult | None
+    logprobs: dict[str, list[TokenLogprob]] = field(default_factory=dict)
+    prompt_logprobs: dict[str, list[TokenLogprob]] = field(default_factory=dict)
+
+
+class Runner:
+    """Runs plans on this process's device.
+
+    Args:
+        decoder: the model.
+        group: its KV.
+        backend: attention kernels.
+        sampler: picks tokens.
+        max_num_seqs: most running sequences.
+        max_model_len: most tokens of a sequence.
+        flow: the KV store's ends, if there is a store.
+        spans: who runs which layers; default: this process, in `depth` parts.
+        depth: plans in flight.
+    """
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        group: KVGroup,
+        backend: AttentionBackend,
+        sampler: Sampler,
+        max_num_seqs: int,
+        max_model_len: int,
+        flow: tuple[KVSource, KVSink] | None = None,
+        spans: Seq[Span] | None = None,
+        depth: int = 1,
+    ) -> None:
+        self._decoder = decoder
+        self._group = group
+        self._backend = backend
+        self._sampler = sampler
+        self._flow = flow
+        page_size = group.shape.page_size
+        self._builder = BatchBuilder(max_num_seqs, -(-max_model_len // page_size) + 1, page_size)
+        if spans is None:
+            spans = [LocalSpan(decoder, layers) for layers in cut(decoder.shape.num_layers, depth)]
+        self._pipeline = Pipeline(decoder, spans)
+        self._last = 0.0
+
+    def __len__(self) -> int:
+        return len(self._pipeline)
+
+    def pages_moved(self) -> None:
+        """Page numbers of running sequences changed; called with nothing in flight."""
+        self._builder.forget()
+
+    def submit(self, plan: StepPlan, sequences: Seq[Sequence]) -> None:
+        """Put a plan in flight; `sequences` are its chunks' sequences, in order."""
+        if not len(self._pipeline):
+            self._last = time.perf_counter()
+        batch = self._builder.build(plan, sequences)
+        heads = self._decoder.shape.heads
+        self._pipeline.submit(plan, batch, AttentionStep(plan, batch, self._group, self._backend, heads, self._flow))
+
+    def collect(self, states: Callable[[str], RowState], interrupt: Callable[[], bool] | None = None) -> StepOutput:
+        """Finish the oldest plan in flight.
+
+        Args:
+            states: the sampling state of a sequence.
+            interrupt: asked between layers of an offline plan; True gives the plan up.
+        """
+        item, done = self._pipeline.collect(interrupt)
+        if not done:
+            self._last = time.perf_counter()
+            return StepOutput(item.plan, None)
+        output = self._sample(item, states)
+        now = time.perf_counter()
+        assert output.result is not None
+        output.result = StepResult(output.result.tokens, now - self._last, output.result.errors)
+        self._last = now
+        return output
+
+    def _sample(self, item: InFlight, states: Callable[[str], RowState]) -> StepOutput:
+        batch = item.batch
+        prompt_logprobs = self._prompt_logprobs(item)
+        if not len(batch.sample_rows):
+            return StepOutput(item.plan, StepResult({}), prompt_logprobs=prompt_logprobs)
+        logits = self._logits(item, batch.sample_rows)
+        rows = []
+        for row, chunk in zip(batch.sample_rows.tolist(), batch.sampled.tolist(), strict=True):
+            seq = batch.sequences[chunk]
+            rows.append(
+                SampleRow(
+                    params=seq.request.params,
+                    seed=seq.request.params.seed or 0,
+                    position=int(batch.positions[row]) + 1,
+                    prompt=seq.prompt,
+                    output=seq.output,
+                    state=states(seq.id),
+                )
+            )
+        sampled = self._sampler.sample(logits, rows)
+        tokens: dict[str, list[int]] = {}
+        logprobs: dict[str, list[TokenLogprob]] = {}
+        for i, chunk in enumerate(batch.sampled.tolist()):
+            seq_id = batch.sequences[chunk].id
+            tokens.setdefault(seq_id, []).append(int(sampled.tokens[i]))
+            entry = sampled.logprobs[i]
+            if entry is not None:
+                logprobs.setdefault(seq_id, []).append(entry)
+        errors = {batch.sequences[int(batch.sampled[i])].id: text for i, text in sampled.errors.items()}
+        return StepOutput(item.plan, StepResult(tokens, errors=errors), logprobs, prompt_logprobs)
+
+    def _logits(self, item: InFlight, rows: "np.ndarray[tuple[int], np.dtype[np.int64]]") -> Tensor:
+        return self._decoder.logits(item.forward, torch.from_numpy(rows))
+
+    def _prompt_logprobs(self, item: InFlight) -> dict[str, list[TokenLogprob]]:
+        """Log-probabilities of the prompt tokens that follow this step's rows, the head a few rows at a time."""
+        found: dict[str, list[TokenLogprob]] = {}
+        batch: StepBatch = item.batch
+        for i, seq in enumerate(batch.sequences):
+            top = seq.request.params.prompt_logprobs
+            first, last = int(batch.cu_q[i]), int(batch.cu_q[i + 1])
+            start = int(batch.positions[first])
+            last = min(last, first + seq.prompt_length - 1 - start)
+            if top is None or last <= first:
+                continue
+            entries = []
+            for a in range(first, last, HEAD_ROWS):
+                b = min(a + HEAD_ROWS, last)
+                following = seq.tokens[start + a - first + 1 : start + b - first + 1]
+                logits = self._logits(item, np.arange(a, b, dtype=np.int64))
+                entries += self._sampler.prompt_logprobs(logits, following, top)
+            found[seq.id] = entries
+        return found

@@ -1,0 +1,473 @@
+"""What to run in the next step: continuous batching with chunked prefill. A policy: no torch, no I/O, no clock.
+
+Contract: `add` and `abort` at any time; `schedule` and `complete`/`abandon` alternate freely as long as every plan is
+completed or abandoned exactly once, in the order they were made. Pages of a sequence never change hands while a plan
+in flight holds it.
+"""
+
+from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+
+from headrace.core.config import SchedulerConfig
+from headrace.core.events import FinishReason
+from headrace.core.plan import Chunk, Phase, StepPlan
+from headrace.core.request import ServiceClass
+from headrace.engine.budget import StepBudget
+from headrace.engine.pages import OutOfPages, PageAllocator
+from headrace.engine.prefix_index import PageHasher, PrefixIndex
+from headrace.engine.sequence import Sequence
+from headrace.engine.waiting import WaitingQueue
+from headrace.perf.step_time import StepTimeModel
+
+LOOKAHEAD = 64
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What a completed step brought.
+
+    Attributes:
+        tokens: new tokens of each sequence whose chunk sampled.
+        seconds: how long the step took.
+        errors: sequences that cannot go on, with the reason.
+    """
+
+    tokens: Mapping[str, Seq[int]]
+    seconds: float = 0.0
+    errors: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """What became of a sequence in a completed step.
+
+    Attributes:
+        seq: the sequence.
+        tokens: tokens it gained.
+        finish: why it ended, if it did.
+        stop_token: the token id that ended it, where one did.
+        error: the reason, with finish `error`.
+    """
+
+    seq: Sequence
+    tokens: Seq[int] = ()
+    finish: FinishReason | None = None
+    stop_token: int | None = None
+    error: str | None = None
+
+
+@dataclass(slots=True)
+class Counters:
+    """Totals since the start (see `core.events.EngineStats`)."""
+
+    prompt_tokens: int = 0
+    hit_tokens: int = 0
+    computed_tokens: int = 0
+    output_tokens: int = 0
+    preemptions: int = 0
+    abandoned: int = 0
+    steps: int = 0
+    step_seconds: float = 0.0
+    finished: dict[str, int] = field(default_factory=dict)
+
+
+class Scheduler:
+    """Forms step plans over one page pool.
+
+    Decode tokens come first, then prompts under way, then new ones, each online before offline; offline work gets what
+    online leaves. A prompt whose next pages another running sequence is computing waits for them instead of computing
+    them again. When a decode token finds no page, the last in order of service gives its pages up.
+
+    Args:
+        config: limits.
+        allocator: the pool's pages.
+        index: which pages hold which prefixes.
+        hasher: keys of pages.
+        page_size: tokens per page.
+        max_model_len: tokens a sequence may have.
+        eos_token_ids: tokens that end a sequence.
+        prefix_caching: look prefixes up at all.
+        time_model: sizes prefill chunks for `itl_target`, and predicts; None: neither.
+    """
+
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        allocator: PageAllocator,
+        index: PrefixIndex,
+        hasher: PageHasher,
+        page_size: int,
+        max_model_len: int,
+        eos_token_ids: Iterable[int] = (),
+        prefix_caching: bool = True,
+        time_model: StepTimeModel | None = None,
+    ) -> None:
+        self.counters = Counters()
+        self._config = config
+        self._allocator = allocator
+        self._index = index
+        self._hasher = hasher
+        self._page_size = page_size
+        self._max_model_len = max_model_len
+        self._eos = frozenset(eos_token_ids)
+        self._prefix_caching = prefix_caching
+        self._plans: dict[int, StepPlan] = {}
+        self._next_plan = 0
+        self._waiting = WaitingQueue()
+        self._running: list[Sequence] = []
+        self._sequences: dict[str, Sequence] = {}
+        self._rows = list(range(config.max_num_seqs - 1, -1, -1))
+        self._budget = StepBudget(config, time_model)
+
+    # -- sequences ------------------------------------------------------------------------------------------------
+
+    @property
+    def waiting(self) -> int:
+        """Sequences in the queue."""
+        return len(self._waiting)
+
+    @property
+    def running(self) -> Seq[Sequence]:
+        """Sequences that hold pages, in order of service."""
+        return self._running
+
+    @property
+    def sequences(self) -> Collection[Sequence]:
+        """All that are not finished."""
+        return self._sequences.values()
+
+    @property
+    def idle(self) -> bool:
+        """True when there is nothing to do and nothing in flight."""
+        return not self._sequences and not self._plans
+
+    @property
+    def online_waiting(self) -> bool:
+        """True when an online sequence is in the queue."""
+        return self._waiting.online
+
+    def get(self, seq_id: str) -> Sequence:
+        """The sequence with this id.
+
+        Raises:
+            KeyError: it is not known (any more).
+        """
+        return self._sequences[seq_id]
+
+    def __contains__(self, seq_id: str) -> bool:
+        return seq_id in self._sequences
+
+    def __len__(self) -> int:
+        return len(self._sequences)
+
+    def add(self, seq: Sequence) -> None:
+        """Queue a sequence. The caller made sure that it can ever fit the pool."""
+        self._sequences[seq.id] = seq
+        self._waiting.push(seq)
+
+    def abort(self, seq_id: str, reason: FinishReason = "abort") -> Sequence | None:
+        """End a sequence now, or as soon as its plan in flight is back.
+
+        Returns:
+            The sequence if it ended now; None if it is unknown or ends with its plan.
+        """
+        seq = self._sequences.get(seq_id)
+        if seq is None:
+            return None
+        if seq.in_flight:
+            seq.doomed = reason
+            return None
+        self._finish(seq, reason)
+        return seq
+
+    def preempt_last(self) -> None:
+        """Send the last in order of service back to the queue (the pool is about to shrink; nothing is in flight)."""
+        self._preempt(max(self._running, key=lambda seq: seq.rank))
+
+    # -- plans ----------------------------------------------------------------------------------------------------
+
+    def schedule(self, exclude: frozenset[str] = frozenset()) -> StepPlan | None:
+        """Form the next plan, or None when nothing can run now.
+
+        Args:
+            exclude: sequences to leave out (the caller knows why: their KV is on its way, say). Sequences whose next
+                token is in flight are left out anyway.
+        """
+        chunks: list[Chunk] = []
+        preempted: list[str] = []
+        self._running.sort(key=lambda seq: seq.rank)
+        budget = self._budget
+        budget.begin()
+        for online in (True, False):
+            if not online and budget.full:
+                break
+            self._plan_decode(online, exclude, chunks, preempted)
+            self._plan_prefill(online, exclude, chunks)
+            if not preempted:
+                self._admit(online, exclude, chunks)
+        if not chunks:
+            return None
+        service: ServiceClass = "online" if any(self._sequences[chunk.seq].online for chunk in chunks) else "offline"
+        plan = StepPlan(
+            id=self._next_plan,
+            chunks=tuple(sorted(chunks, key=lambda chunk: chunk.phase)),  # "decode" < "prefill", stable
+            service=service,
+            repeat=self._repeat(chunks),
+            predicted_s=budget.predicted(),
+            preempted=tuple(preempted),
+        )
+        self._next_plan += 1
+        self._plans[plan.id] = plan
+        return plan
+
+    def complete(self, plan_id: int, result: StepResult) -> list[Progress]:
+        """Take a plan's result; returns what became of each sequence that gained tokens or ended.
+
+        Raises:
+            KeyError: the plan is not outstanding.
+        """
+        plan = self._plans.pop(plan_id)
+        counters = self.counters
+        counters.steps += 1
+        counters.step_seconds += result.seconds
+        counters.computed_tokens += plan.tokens
+        self._budget.observe(plan.predicted_s, result.seconds)
+        progress = []
+        for chunk in plan.chunks:
+            seq = self._sequences[chunk.seq]
+            seq.in_flight -= 1
+            seq.computed = chunk.end
+            self._index_pages(seq)
+            if chunk.seq in result.errors:
+                self._finish(seq, "error")
+                progress.append(Progress(seq, finish="error", error=result.errors[chunk.seq]))
+            elif seq.doomed is not None:
+                if not seq.in_flight:
+                    self._finish(seq, seq.doomed)
+                    progress.append(Progress(seq, finish=seq.doomed))
+            elif chunk.sample:
+                progress.append(self._take(seq, result.tokens[chunk.seq]))
+        return progress
+
+    def abandon(self, plan_id: int) -> list[Progress]:
+        """Undo a plan that was given up between layers; its work is planned again."""
+        plan = self._plans.pop(plan_id)
+        self.counters.abandoned += 1
+        progress = []
+        for chunk in plan.chunks:
+            seq = self._sequences[chunk.seq]
+            seq.in_flight -= 1
+            seq.scheduled = min(seq.scheduled, chunk.start)
+            if seq.doomed is not None and not seq.in_flight:
+                self._finish(seq, seq.doomed)
+                progress.append(Progress(seq, finish=seq.doomed))
+        return progress
+
+    def check(self) -> None:
+        """Raise AssertionError unless pages, rows and states agree; cheap enough for tests after every step."""
+        self._allocator.check(seq.pages for seq in self._sequences.values())
+        rows = sorted([*self._rows, *(seq.row for seq in self._running)])
+        if rows != list(range(self._config.max_num_seqs)):
+            raise AssertionError("a block-table row is lost or used twice")
+        for seq in self._sequences.values():
+            if not seq.computed <= seq.scheduled <= seq.length:
+                raise AssertionError(f"{seq.id}: computed {seq.computed}, planned {seq.scheduled} of {seq.length}")
+            if len(seq.pages) * self._page_size < seq.scheduled:
+                raise AssertionError(f"{seq.id}: {len(seq.pages)} pages for {seq.scheduled} tokens")
+
+    # -- forming a plan -------------------------------------------------------------------------------------------
+
+    def _plan_decode(self, online: bool, exclude: frozenset[str], chunks: list[Chunk], preempted: list[str]) -> None:
+        ready = [s for s in self._running if s.online == online and s.decoding and s.id not in exclude]
+        depth = self._config.pipeline_depth
+        if depth > 1:  # leave decode work for the other plans in flight
+            decoding = sum(1 for s in self._running if s.online == online and s.output_length > 0)
+            ready = ready[: -(-decoding // depth)]
+        for seq in ready:
+            if self._budget.full:
+                return
+            if seq.row < 0:  # preempted for an earlier one
+                continue
+            if not online and not self._budget.decode_fits(seq.scheduled + 1):
+                return
+            if self._grow(seq, seq.scheduled + 1, preempted):
+                self._budget.add_decode(seq.scheduled + 1, seq.online)
+                self._plan(seq, 1, chunks)
+
+    def _plan_prefill(self, online: bool, exclude: frozenset[str], chunks: list[Chunk]) -> None:
+        for seq in list(self._running):
+            if self._budget.full:
+                return
+            if seq.online != online or seq.remaining < 1 or seq.decoding or seq.id in exclude:
+                continue
+            if seq.in_flight and not online:  # an offline plan may be abandoned under a later chunk
+                continue
+            self._prefill(seq, chunks)
+
+    def _prefill(self, seq: Sequence, chunks: list[Chunk]) -> bool:
+        length = self._budget.prefill_tokens(seq.scheduled, seq.remaining)
+        if length:
+            self._budget.add_prefill(seq.scheduled, length, sampled=length == seq.remaining)
+            self._plan(seq, length, chunks)
+        return length > 0
+
+    def _admit(self, online: bool, exclude: frozenset[str], chunks: list[Chunk]) -> None:
+        for seq in self._waiting.candidates(online, LOOKAHEAD):
+            if self._budget.full:
+                return
+            if seq.id in exclude:
+                continue
+            if not self._budget.prefill_tokens(0, 1):
+                return
+            verdict = self._try_admit(seq)
+            if verdict == "no room" or (verdict == "admitted" and not self._prefill(seq, chunks)):
+                return
+
+    def _try_admit(self, seq: Sequence) -> str:
+        """Give a waiting sequence its prefix, pages for the rest of its tokens, and a row."""
+        size = self._page_size
+        hits: list[int] = []
+        keys: list[bytes] = []
+        usable = self._prefix_caching and seq.request.params.prompt_logprobs is None
+        if self._prefix_caching:
+            keys = self._hasher.extend(seq, seq.length // size)
+        if usable:
+            limit = (seq.length - 1) // size  # at least one token is always computed
+            hits = self._index.match(keys, limit)
+            if len(hits) < limit:
+                owner = self._index.pending_owner(keys[len(hits)])
+                if owner is not None and (owner.online or not seq.online):
+                    return "wait for prefix"
+        wanted = -(-(seq.length + 1) // size) - len(hits)
+        spare = len(self._running)  # so that those running can go on for a while
+        if not self._make_room(seq.online, wanted + spare, hits):
+            return "no room"
+        self._allocator.hold(hits)
+        seq.pages = hits + self._allocator.allocate(wanted)
+        seq.computed = seq.scheduled = len(hits) * size
+        seq.indexed = len(hits)
+        seq.row = self._rows.pop()
+        seq.state = "running"
+        self._waiting.remove(seq)
+        self._running.append(seq)
+        if usable:
+            self._index.announce(seq, keys[len(hits) :])
+        if seq.cached_tokens < 0:
+            seq.cached_tokens = min(seq.computed, seq.prompt_length)
+            self.counters.prompt_tokens += seq.prompt_length
+            self.counters.hit_tokens += seq.cached_tokens
+        return "admitted"
+
+    def _make_room(self, online: bool, pages: int, hits: list[int]) -> bool:
+        """See to a free row and so many pages beside the hits; for an online sequence offline ones are preempted."""
+
+        def enough(available: int, rows: int) -> bool:
+            return rows > 0 and pages + self._allocator.fresh_if_held(hits) <= available
+
+        if enough(self._allocator.available, len(self._rows)):
+            return True
+        if not online:
+            return False
+        victims = sorted((s for s in self._running if not s.online and not s.in_flight), key=lambda s: s.rank)
+        reachable = self._allocator.available + sum(len(victim.pages) for victim in victims)
+        if not enough(reachable, len(self._rows) + len(victims)):
+            return False
+        while victims and not enough(self._allocator.available, len(self._rows)):
+            self._preempt(victims.pop())
+        return enough(self._allocator.available, len(self._rows))
+
+    def _grow(self, seq: Sequence, tokens: int, preempted: list[str]) -> bool:
+        """Give a sequence pages for so many tokens, if need be at the cost of the last in order of service."""
+        wanted = -(-tokens // self._page_size) - len(seq.pages)
+        if wanted <= 0:
+            return True
+        while wanted > self._allocator.available:
+            victim = self._victim()
+            if victim is None:
+                return False
+            self._preempt(victim)
+            preempted.append(victim.id)
+            if victim is seq:
+                return False
+        seq.pages += self._allocator.allocate(wanted)
+        return True
+
+    def _victim(self) -> Sequence | None:
+        """The last in order of service that no plan holds; None if only one runs."""
+        if len(self._running) == 1:
+            return None
+        return max((s for s in self._running if not s.in_flight), key=lambda s: s.rank, default=None)
+
+    def _plan(self, seq: Sequence, length: int, chunks: list[Chunk]) -> None:
+        last = length == seq.remaining
+        phase: Phase = "decode" if seq.decoding else "prefill"
+        chunks.append(Chunk(seq.id, seq.scheduled, length, 1 if last else 0, phase))
+        seq.scheduled += length
+        seq.in_flight += 1
+
+    def _repeat(self, chunks: list[Chunk]) -> int:
+        """For how many steps the plan stays the same if nothing arrives."""
+        if self._waiting or len(chunks) != len(self._running) or any(chunk.phase == "prefill" for chunk in chunks):
+            return 1
+        steps = 1 << 30
+        for chunk in chunks:
+            seq = self._sequences[chunk.seq]
+            steps = min(steps, seq.max_tokens - seq.output_length, len(seq.pages) * self._page_size - chunk.start)
+        return max(1, steps)
+
+    # -- after a step ---------------------------------------------------------------------------------------------
+
+    def _take(self, seq: Sequence, tokens: Seq[int]) -> Progress:
+        params = seq.request.params
+        taken = []
+        for token in tokens:
+            seq.append(token)
+            taken.append(token)
+            self.counters.output_tokens += 1
+            stop = token in params.stop_token_ids
+            if stop or (token in self._eos and not params.ignore_eos):
+                self._finish(seq, "stop")
+                return Progress(seq, taken, "stop", token if stop else None)
+            if seq.output_length >= seq.max_tokens or seq.length >= self._max_model_len:
+                self._finish(seq, "length")
+                return Progress(seq, taken, "length")
+        return Progress(seq, taken)
+
+    def _index_pages(self, seq: Sequence) -> None:
+        """Enter the pages that are complete now."""
+        if not self._prefix_caching:
+            return
+        complete = seq.computed // self._page_size
+        keys = self._hasher.extend(seq, complete)
+        for page in range(seq.indexed, complete):
+            self._index.insert(keys[page], seq.pages[page])
+        seq.indexed = complete
+
+    def _preempt(self, seq: Sequence) -> None:
+        self.counters.preemptions += 1
+        self._release(seq)
+        seq.computed = seq.scheduled = 0
+        seq.state = "waiting"
+        self._waiting.push(seq)
+
+    def _finish(self, seq: Sequence, reason: FinishReason) -> None:
+        if seq.state == "running":
+            self._release(seq)
+        else:
+            self._waiting.remove(seq)
+        seq.state = "finished"
+        del self._sequences[seq.id]
+        self.counters.finished[reason] = self.counters.finished.get(reason, 0) + 1
+
+    def _release(self, seq: Sequence) -> None:
+        """The one place where a sequence gives its pages and row back."""
+        self._index.withdraw(seq)
+        self._allocator.release(seq.pages)
+        seq.pages = []
+        self._rows.append(seq.row)
+        seq.row = -1
+        self._running.remove(seq)
+
+
+__all__ = ["Counters", "OutOfPages", "Progress", "Scheduler", "StepResult"]
