@@ -1,0 +1,43 @@
+"""Compiles Numba functions into C functions and keeps the machine code between runs.
+
+The code lies under `HEADRACE_HOME/kernels/<digest>`; the digest covers all sources of the kernel and the versions of Numba
+and llvmlite, because Numba itself notices a change only in the file of the outermost function. Numba adds the CPU model to
+the key, so a home folder shared by different machines is safe; files appear by rename, so processes may share it.
+"""
+
+import functools
+import hashlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import llvmlite
+import numba
+from numba.core import config
+
+from headrace.core import paths
+
+
+_SOURCES = ("vectors.py", "memory.py", "tiles.py", "paged.py")
+
+
+@functools.cache
+def cache_folder() -> Path:
+    """Where compiled kernels of this very source are kept."""
+    digest = hashlib.sha256(f"{numba.__version__} {llvmlite.__version__}".encode())
+    for source in _SOURCES:
+        digest.update(Path(__file__).with_name(source).read_bytes())
+    return paths.home() / "kernels" / digest.hexdigest()[:16]
+
+
+def c_function(signature: Any, function: Callable[..., Any]) -> Any:
+    """Compiles `function` (or loads it from the cache) as a C function; `.address` of the result is its entry.
+
+    The result must be kept alive as long as the address is used.
+    """
+    before = config.CACHE_DIR
+    config.CACHE_DIR = str(cache_folder())
+    try:
+        return numba.cfunc(signature, cache=True, error_model="numpy")(function)
+    finally:
+        config.CACHE_DIR = before

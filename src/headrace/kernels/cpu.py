@@ -1,0 +1,249 @@
+"""Paged attention on CPU, compiled by Numba.
+
+K pages are stored transposed, `[head_dim, page_size]`, so that scores are computed for many tokens at once; V pages are
+`[page_size, head_dim padded to 16]`. KV is float32, bfloat16 or float16; all arithmetic is float32. With 16-bit KV the
+result is that of rounded K and V: a relative error of 2^-9 (bfloat16) or 2^-12 (float16) per stored element at most.
+"""
+
+import functools
+from typing import Any
+
+import numba
+import numpy as np
+import numpy.typing as npt
+import torch
+from llvmlite import binding
+from numba import types
+
+from headrace.core.errors import ConfigError
+from headrace.kernels import openmp, paged
+from headrace.kernels.attention import Planes, check_plan
+from headrace.kernels.compiled import c_function
+from headrace.kernels.workplan import NumbaStep, cut
+
+_LOG2_E = 1.4426950408889634
+_ELEMENTS = {"float32": np.float32, "bfloat16": np.uint16, "float16": np.int16}
+_PAGE_SIZES = (8, 16, 32, 64, 128, 256)
+_SERIAL_ELEMENTS = 1 << 15
+"""Writes of fewer elements than this are not worth waking other threads."""
+
+
+@functools.cache
+def _lanes() -> tuple[int, int]:
+    """Float32 lanes of a vector register and vectors of tokens per tile: what 32 or 16 registers can hold."""
+    return (16, 4) if binding.get_host_cpu_features().get("avx512f") else (8, 2)
+
+
+@functools.cache
+def _attend(element: Any, lanes: int, strips: int) -> tuple[Any, np.dtype[Any]]:
+    record = paged.attend_record(element, lanes, strips)
+    return c_function(types.void(types.CPointer(numba.from_dtype(record))), paged.attend_kernel), record
+
+
+@functools.cache
+def _write(element: Any) -> tuple[Any, np.dtype[Any]]:
+    record = paged.write_record(element)
+    return c_function(types.void(types.CPointer(numba.from_dtype(record))), paged.write_kernel), record
+
+
+def _element(planes: Planes) -> tuple[str, Any]:
+    """Name of the stored type and the numpy type that stands for it."""
+    name = str(planes.dtype).removeprefix("torch.")
+    name = {"uint16": "bfloat16"}.get(name, name)
+    if name not in _ELEMENTS:
+        raise ConfigError(f"KV of type '{name}' cannot be attended on CPU; use float32, bfloat16 or float16")
+    return name, _ELEMENTS[name]
+
+
+def _address(array: Planes) -> int:
+    return array.data_ptr() if isinstance(array, torch.Tensor) else array.ctypes.data
+
+
+def _strides(planes: Planes) -> tuple[int, int, int]:
+    """Bytes from head to head, from page to page, and per element; pages must be dense."""
+    size = planes.itemsize
+    strides = tuple(s * size for s in planes.stride()) if isinstance(planes, torch.Tensor) else planes.strides
+    if strides[2:] != (planes.shape[3] * size, size):
+        raise ValueError(f"pages must be dense, got strides {strides} for shape {tuple(planes.shape)}")
+    return strides[0], strides[1], size
+
+
+def _rows(x: torch.Tensor) -> torch.Tensor:
+    """As float32 with a dense last dimension; a view where it is that already."""
+    x = x.detach()
+    x = x if x.dtype == torch.float32 else x.float()
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+class NumbaAttention:
+    """The CPU backend.
+
+    Args:
+        threads: how many threads attend; 0: as many as torch uses.
+
+    Raises:
+        ConfigError: several threads are wanted but torch has no OpenMP runtime to lend them.
+    """
+
+    name = "numba"
+    device = "cpu"
+
+    def __init__(self, threads: int = 0) -> None:
+        self.threads = openmp.check(threads)
+
+    def k_page_shape(self, page_size: int, head_dim: int) -> tuple[int, int]:
+        """`(head_dim, page_size)`.
+
+        Raises:
+            ConfigError: the kernel has no such page size.
+        """
+        if page_size not in _PAGE_SIZES:
+            raise ConfigError(f"page size {page_size} has no kernel; use one of {', '.join(map(str, _PAGE_SIZES))}")
+        return head_dim, page_size
+
+    def v_page_shape(self, page_size: int, head_dim: int) -> tuple[int, int]:
+        """`(page_size, head_dim)`, the latter padded to a multiple of 16."""
+        return page_size, -(-head_dim // 16) * 16
+
+    def plane_dtype(self, kv_dtype: str) -> Any:
+        """The numpy type to allocate: float32, float16, or uint16 for bfloat16."""
+        return {"float32": np.float32, "bfloat16": np.uint16, "float16": np.float16}[kv_dtype]
+
+    def warmup(self, page_size: int, kv_dtype: str) -> None:
+        """Compiles the kernels of a page size and stored type, or loads them from the cache."""
+        self._attend_for(page_size, _ELEMENTS[kv_dtype])
+        _write(_ELEMENTS[kv_dtype])
+
+    def _attend_for(self, page_size: int, element: Any) -> tuple[Any, np.dtype[Any]]:
+        lanes, strips = _lanes()
+        return _attend(element, min(lanes, page_size), strips)
+
+    def plan(
+        self,
+        cu_q: npt.NDArray[np.int32],
+        kv_lens: npt.NDArray[np.int32],
+        block_tables: npt.NDArray[np.int32],
+        slots: npt.NDArray[np.int64],
+        *,
+        num_heads: int,
+        num_kv_heads: int,
+    ) -> NumbaStep:
+        """See `AttentionBackend.plan`."""
+        check_plan(cu_q, kv_lens, block_tables, slots, num_heads, num_kv_heads)
+        return cut(cu_q, kv_lens, block_tables, slots, num_heads // num_kv_heads, self.threads)
+
+    def write(self, step: NumbaStep, k: torch.Tensor, v: torch.Tensor, k_planes: Planes, v_planes: Planes) -> None:
+        """See `AttentionBackend.write`."""
+        if not step.rows:
+            return
+        k, v = _rows(k), _rows(v)
+        kernel, record = _write(_element(k_planes)[1])
+        kv_heads, _pages, dim, page_size = k_planes.shape
+        if k.shape != (step.rows, kv_heads, dim) or v.shape != k.shape:
+            raise ValueError(
+                f"K {tuple(k.shape)} and V {tuple(v.shape)} do not fit {step.rows} rows of {kv_heads}x{dim}"
+            )
+        argument = np.zeros(1, record)
+        a = argument[0]
+        tickets = np.zeros(1, np.int64)
+        block = 16
+        a["tickets"], a["slots"] = tickets.ctypes.data, step.slots.ctypes.data
+        a["rows"], a["block"], a["items"] = step.rows, block, -(-step.rows // block) * kv_heads
+        a["new_k"], a["new_v"], a["k"], a["v"] = k.data_ptr(), v.data_ptr(), _address(k_planes), _address(v_planes)
+        a["k_row"], a["k_col"], a["v_row"], a["v_col"] = (4 * s for x in (k, v) for s in x.stride()[:2])
+        a["k_head"], a["k_page"], _ = _strides(k_planes)
+        a["v_head"], a["v_page"], _ = _strides(v_planes)
+        a["page_size"], a["dim"], a["padded"], a["kv_heads"] = page_size, dim, v_planes.shape[3], kv_heads
+        openmp.run(kernel.address, argument.ctypes.data, 1 if k.numel() < _SERIAL_ELEMENTS else self.threads)
+
+    def attend(
+        self,
+        step: NumbaStep,
+        q: torch.Tensor,
+        k_planes: Planes,
+        v_planes: Planes,
+        *,
+        scale: float,
+        window: int | None = None,
+        softcap: float | None = None,
+    ) -> torch.Tensor:
+        """See `AttentionBackend.attend`."""
+        dtype = q.dtype
+        q = _rows(q)
+        kv_heads, _pages, dim, page_size = k_planes.shape
+        if q.shape != (step.rows, kv_heads * step.group, dim):
+            raise ValueError(
+                f"q {tuple(q.shape)} does not fit {step.rows} rows of {kv_heads}x{step.group} heads x {dim}"
+            )
+        out = torch.empty(q.shape, dtype=torch.float32)
+        if not step.rows:
+            return out.to(dtype)
+        if step.block_tables.shape[1] * page_size < step.longest:
+            raise ValueError(f"block tables of {step.block_tables.shape[1]} pages do not hold {step.longest} tokens")
+        kernel, record = self._attend_for(page_size, _element(k_planes)[1])
+        lanes, strips = record["kv"].shape
+        padded = v_planes.shape[3]
+        row = padded + 2
+        tile_rows = int(step.tiles[:, 2].max()) * step.group
+        scratch_step = 16 * (paged.SEGMENT // lanes + 2 * strips) + 64
+        scratch_step += 4 * (paged.ROWS * (paged.SEGMENT + padded) + tile_rows * (padded + row))
+        scratch_step = -(-scratch_step // 128) * 128
+        scratch = step.buffer("scratch", self.threads * scratch_step + 64, np.uint8)
+        partials = step.buffer("partials", step.partial_rows * kv_heads * step.group * row, np.float32)
+        finished = step.buffer("finished", len(step.tiles) * kv_heads, np.int64)
+        tickets = np.zeros(16, np.int64)
+
+        argument = np.zeros(1, record)
+        a = argument[0]
+        a["tickets"], a["work"], a["tiles"] = tickets.ctypes.data, step.work.ctypes.data, step.tiles.ctypes.data
+        a["finished"], a["tables"] = finished.ctypes.data, step.block_tables.ctypes.data
+        a["partials"], a["scratch"] = partials.ctypes.data, -(-scratch.ctypes.data // 64) * 64
+        a["q"], a["out"], a["k"], a["v"] = q.data_ptr(), out.data_ptr(), _address(k_planes), _address(v_planes)
+        a["items"], a["table_step"] = len(step.work) * kv_heads, step.block_tables.shape[1]
+        a["q_row"], a["q_head"], a["out_row"], a["out_head"] = (4 * s for x in (q, out) for s in x.stride()[:2])
+        a["k_head"], a["k_page"], a["item_size"] = _strides(k_planes)
+        a["v_head"], a["v_page"], _ = _strides(v_planes)
+        a["page_size"], a["dim"], a["padded"], a["group"], a["kv_heads"] = page_size, dim, padded, step.group, kv_heads
+        a["window"] = window or 1 << 30
+        a["scratch_step"] = scratch_step
+        # Softmax in powers of two; tanh wants its argument before the cap.
+        a["q_scale"] = scale / softcap if softcap else scale * _LOG2_E
+        a["cap"] = softcap * _LOG2_E if softcap else 0.0
+        openmp.run(kernel.address, argument.ctypes.data, self.threads)
+        return out if dtype == torch.float32 else out.to(dtype)
+
+    def read_pages(
+        self, k_planes: Planes, v_planes: Planes, pages: npt.NDArray[np.int64]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `AttentionBackend.read_pages`."""
+        k, v = _tensor(k_planes), _tensor(v_planes)
+        index = torch.from_numpy(np.ascontiguousarray(pages, np.int64))
+        dim = k.shape[2]
+        return k[:, index].transpose(2, 3).reshape(k.shape[0], -1, dim), v[:, index, :, :dim].flatten(1, 2)
+
+    def write_pages(
+        self, k_planes: Planes, v_planes: Planes, pages: npt.NDArray[np.int64], k: torch.Tensor, v: torch.Tensor
+    ) -> None:
+        """See `AttentionBackend.write_pages`."""
+        keys, values = _tensor(k_planes), _tensor(v_planes)
+        dim, page_size = keys.shape[2:]
+        for nth, page in enumerate(pages.tolist()):
+            new_k, new_v = (x[:, nth * page_size : (nth + 1) * page_size].to(keys.dtype) for x in (k, v))
+            keys[:, page, :, : new_k.shape[1]] = new_k.transpose(1, 2)
+            values[:, page, : new_v.shape[1], :dim] = new_v
+
+    def copy_pages(
+        self, k_planes: Planes, v_planes: Planes, src: npt.NDArray[np.int64], dst: npt.NDArray[np.int64]
+    ) -> None:
+        """See `AttentionBackend.copy_pages`."""
+        for planes in (_tensor(k_planes), _tensor(v_planes)):
+            for old, new in zip(src.tolist(), dst.tolist()):
+                planes[:, new] = planes[:, old]
+
+
+def _tensor(planes: Planes) -> torch.Tensor:
+    """Planes as a tensor on the same memory, of the real stored type."""
+    if isinstance(planes, torch.Tensor):
+        return planes
+    tensor = torch.from_numpy(planes)
+    return tensor.view(torch.bfloat16) if planes.dtype == np.uint16 else tensor
