@@ -6,7 +6,7 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
+from numpy.typing import DTypeLike, NDArray
 
 PAGE_BYTES = mmap.PAGESIZE
 
@@ -33,7 +33,8 @@ class HostPlanes:
     Reserving costs address space only, so `pages` is the largest number the group may ever grow to.
     """
 
-    def __init__(self, layers: int, heads: int, pages: int, page_shape: tuple[int, ...], dtype: np.dtype[Any]) -> None:
+    def __init__(self, layers: int, heads: int, pages: int, page_shape: tuple[int, ...], dtype: DTypeLike) -> None:
+        dtype = np.dtype(dtype)
         self._page_nbytes = int(np.prod(page_shape)) * dtype.itemsize
         self._plane_nbytes = self._page_nbytes * pages
         self._layers, self._heads = layers, heads
