@@ -1,0 +1,78 @@
+"""OpenAI's error object, and which status each kind of failure gets."""
+
+from typing import Any
+
+import msgspec
+from starlette.responses import Response
+
+from headrace.core.errors import EngineDead, HeadraceError, InvalidRequest, QueueFull
+
+RETRY_AFTER_S = 1
+
+
+class ApiError(HeadraceError):
+    """A failure with its HTTP face.
+
+    Args:
+        status: HTTP status code.
+        message: what was wrong and what to do.
+        kind: OpenAI's `error.type`.
+        param: OpenAI's `error.param`.
+        code: OpenAI's `error.code`.
+        headers: further response headers.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        kind: str = "invalid_request_error",
+        param: str | None = None,
+        code: str | None = None,
+        headers: dict[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.kind = kind
+        self.param = param
+        self.code = code
+        self.headers = headers or {}
+
+    def body(self) -> dict[str, Any]:
+        """`{"error": {"message", "type", "param", "code"}}`."""
+        return {"error": {"message": str(self), "type": self.kind, "param": self.param, "code": self.code}}
+
+    def response(self) -> Response:
+        """The whole HTTP answer."""
+        return Response(msgspec.json.encode(self.body()), self.status, self.headers, "application/json")
+
+
+def as_api_error(error: BaseException) -> ApiError:
+    """The HTTP face of any exception; what is not known becomes a 500 that tells nothing of the inside."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, InvalidRequest):
+        return ApiError(400, str(error), param=error.param, code=error.code)
+    if isinstance(error, QueueFull):
+        return too_many(str(error))
+    if isinstance(error, EngineDead):
+        return ApiError(503, f"the engine is not running: {error}", "service_unavailable", code="engine_dead")
+    return ApiError(500, "the server failed on this request; its log says why", "server_error", code="internal_error")
+
+
+def too_many(message: str) -> ApiError:
+    """429 with Retry-After."""
+    headers = {"Retry-After": str(RETRY_AFTER_S)}
+    return ApiError(429, message, "rate_limit_error", code="rate_limit_exceeded", headers=headers)
+
+
+def timed_out(seconds: float) -> ApiError:
+    """408 that clients should not simply send again."""
+    message = f"the request ran longer than the server's limit of {seconds:g} s; ask for fewer tokens"
+    return ApiError(408, message, "timeout_error", code="request_timeout", headers={"x-should-retry": "false"})
+
+
+def model_not_found(name: str, served: str) -> ApiError:
+    """404 that names the model that is there."""
+    message = f"The model `{name[:200]}` does not exist; this server has `{served}` (alias `default`)"
+    return ApiError(404, message, "invalid_request_error", "model", "model_not_found")

@@ -1,0 +1,115 @@
+"""Deltas of several generators in one box, taken together by one connection.
+
+A connection that is slow, or a loop that is busy, finds more than one delta when it looks; neighbours of one
+sequence are merged, so it writes fewer events and the box holds at most one merged delta per sequence.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import aclosing
+from dataclasses import replace
+from typing import Protocol
+
+from headrace.front.output import TextDelta
+
+
+class Source(Protocol):
+    """Deltas of one prompt; closing it aborts what still runs."""
+
+    def __aiter__(self) -> AsyncIterator[TextDelta]:
+        """The deltas."""
+        ...
+
+    async def aclose(self) -> None:
+        """Abort."""
+        ...
+
+
+class Mailbox:
+    """Runs the generators of one client request.
+
+    Args:
+        sources: one stream per prompt, in order.
+
+    Attributes:
+        writing_since: loop time at which the connection began to wait for its client; 0 while it does not.
+    """
+
+    def __init__(self, sources: Sequence[Source]) -> None:
+        self.writing_since = 0.0
+        self._waiting: dict[tuple[int, int], TextDelta] = {}
+        self._wake: asyncio.Future[None] | None = None
+        self._error: BaseException | None = None
+        self._ticked = False
+        self._open = len(sources)
+        self._sources = list(sources)
+        self._pumps = [asyncio.create_task(self._pump(i, source)) for i, source in enumerate(self._sources)]
+
+    async def take(self) -> list[tuple[int, TextDelta]] | None:
+        """What came since the last call, as (prompt, delta); empty after a `tick`, None at the end.
+
+        Raises:
+            Exception: whatever a generator raised, or `fail` was given; everything before it has been handed out.
+        """
+        while not self._waiting:
+            if self._error is not None:
+                raise self._error
+            if self._open == 0:
+                return None
+            if self._ticked:
+                break
+            self._wake = asyncio.get_running_loop().create_future()
+            await self._wake
+        self._ticked = False
+        taken = [(prompt, delta) for (prompt, _), delta in self._waiting.items()]
+        self._waiting.clear()
+        return taken
+
+    def fail(self, error: BaseException) -> None:
+        """End the request from outside (time is up, the server ends); `take` raises this."""
+        self._error = self._error or error
+        self._notify()
+
+    def tick(self) -> None:
+        """Make a waiting `take` return, so that a silent connection can show it is alive."""
+        self._ticked = True
+        self._notify()
+
+    async def close(self) -> None:
+        """Close all generators, which aborts what still runs; returns when that is done."""
+        for pump in self._pumps:
+            pump.cancel()
+        await asyncio.gather(*self._pumps, return_exceptions=True)
+        for source in self._sources:  # a pump that was cancelled before its first step closed nothing
+            await source.aclose()
+
+    async def _pump(self, prompt: int, source: Source) -> None:
+        try:
+            async with aclosing(source):
+                async for delta in source:
+                    key = (prompt, delta.index)
+                    earlier = self._waiting.get(key)
+                    self._waiting[key] = delta if earlier is None else merge(earlier, delta)
+                    self._notify()
+        except Exception as error:
+            self._error = self._error or error
+        finally:
+            self._open -= 1
+            self._notify()
+
+    def _notify(self) -> None:
+        if self._wake is not None and not self._wake.done():
+            self._wake.set_result(None)
+
+
+def merge(first: TextDelta, second: TextDelta) -> TextDelta:
+    """Two neighbouring deltas of one sequence as one."""
+    logprobs = second.logprobs if first.logprobs is None else first.logprobs + (second.logprobs or [])
+    return replace(
+        second,
+        text=first.text + second.text,
+        tokens=first.tokens + second.tokens,
+        logprobs=logprobs,
+        cached_tokens=max(first.cached_tokens, second.cached_tokens),
+        prompt_logprobs=first.prompt_logprobs,
+    )
