@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer as FastTokenizer
-from tokenizers.processors import TemplateProcessing
 
 from headrace.core.errors import InvalidRequest, ModelError
 from headrace.front.detokenizer import BytesDetokenizer, Detokenizer, WindowDetokenizer, detokenize
@@ -57,7 +56,6 @@ class Tokenizer:
         self.eos_token_ids: list[int] = []
         self.folder: Path | None = None
         self.pieces = TokenPieces(fast)
-        _set_ends(fast, settings, self.special_tokens)
         self._templates = {name: ChatTemplate(source) for name, source in templates.items()}
 
     @classmethod
@@ -91,7 +89,8 @@ class Tokenizer:
             InvalidRequest: the text is longer than `limit`, or holds a lone surrogate.
         """
         try:
-            encoding = self._fast.encode(text, add_special_tokens=add_special_tokens)
+            # Unlike `encode` the batch call lets other threads run; the fast one leaves offsets out, in half the time.
+            encoding = self._fast.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0]
         except (TypeError, UnicodeEncodeError) as error:
             raise InvalidRequest("the text is not valid Unicode (it holds a lone surrogate)", "prompt") from error
         if limit is not None and len(encoding) > limit:
@@ -99,7 +98,7 @@ class Tokenizer:
         return list(encoding.ids)
 
     async def encode_async(self, text: str, *, add_special_tokens: bool = True, limit: int | None = None) -> list[int]:
-        """The same without blocking the event loop: long texts go through a thread pool (the library is native)."""
+        """The same without blocking the event loop: long texts go through a thread pool."""
         if len(text) <= INLINE_CHARACTERS:
             return self.encode(text, add_special_tokens=add_special_tokens, limit=limit)
         return await asyncio.get_running_loop().run_in_executor(
@@ -228,17 +227,6 @@ def _through_transformers(folder: Path) -> FastTokenizer:
         raise ModelError(
             f"{folder} has no tokenizer.json and Transformers finds no other tokenizer: {first}"
         ) from error
-
-
-def _set_ends(fast: FastTokenizer, settings: Mapping[str, Any], named: Mapping[str, str]) -> None:
-    """Where the settings say so, add begin and end tokens around texts, whatever tokenizer.json says."""
-    if "add_bos_token" not in settings and "add_eos_token" not in settings and fast.post_processor is not None:
-        return
-    first = named.get("bos_token") if settings.get("add_bos_token") else None
-    last = named.get("eos_token") if settings.get("add_eos_token") else None
-    single = [*([f"{first}:0"] if first else []), "$A:0", *([f"{last}:0"] if last else [])]
-    specials = [(text, fast.token_to_id(text)) for text in dict.fromkeys((first, last)) if text]
-    fast.post_processor = TemplateProcessing(single=single, special_tokens=specials)
 
 
 def _templates(folder: Path, settings: Mapping[str, Any]) -> dict[str, str]:
