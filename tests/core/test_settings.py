@@ -17,6 +17,7 @@ from headrace.core.settings import (
     read_file,
     resolve,
     settings_of,
+    to_flags,
 )
 
 
@@ -81,6 +82,16 @@ def test_flag_beats_variable_beats_file_beats_default(tmp_path: Path) -> None:
     assert config.engine.cache.kv_memory == 1 << 30
     assert config.engine.cache.prefix_caching is False
     assert config.engine.model.model == "default"
+
+
+def test_a_configuration_becomes_the_flags_that_make_it() -> None:
+    flags = {"max_model_len": "4096", "kv_memory": "2GiB", "itl_target": "150ms", "prefix_caching": False}
+    config = resolve(Config, flags, environ={})
+    arguments = to_flags(config)
+    assert arguments == [
+        "--max-model-len", "4096", "--kv-memory", "2GiB", "--no-prefix-caching", "--itl-target", "150ms",
+    ]  # fmt: skip
+    assert to_flags(Config()) == []
 
 
 def test_a_part_of_the_tree_passes_over_the_other_parts_but_checks_them(tmp_path: Path) -> None:

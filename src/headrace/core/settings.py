@@ -87,6 +87,7 @@ class Setting:
         help: one line.
         choices: the values allowed; empty: any.
         unit: `bytes` or `seconds` where values may carry a unit.
+        flag: the command line's name of it.
     """
 
     path: tuple[str, ...]
@@ -96,16 +97,12 @@ class Setting:
     help: str
     choices: tuple[Any, ...]
     unit: str
+    flag: str
 
     @property
     def name(self) -> str:
         """The field's name; unique in the tree."""
         return self.path[-1]
-
-    @property
-    def flag(self) -> str:
-        """The command line's name of it."""
-        return "--" + self.name.replace("_", "-")
 
     @property
     def env(self) -> str:
@@ -219,7 +216,24 @@ def _walk(tree: type, prefix: tuple[str, ...]) -> Iterator[Setting]:
             help=item.metadata["help"],
             choices=tuple(item.metadata.get("choices", ())),
             unit=unit,
+            flag=item.metadata.get("flag", "--" + item.name.replace("_", "-")),
         )
+
+
+def to_flags(config: Any) -> list[str]:
+    """The command line that makes this configuration: a flag for each value that is not the default."""
+    arguments: list[str] = []
+    for setting in settings_of(type(config)):
+        value = config
+        for name in setting.path:
+            value = getattr(value, name)
+        if value == setting.default:
+            continue
+        if setting.kind is bool:
+            arguments.append(setting.flag if value else setting.flag.replace("--", "--no-", 1))
+        else:
+            arguments += [setting.flag, setting.show(value)]
+    return arguments
 
 
 def read_environment(tree: type, environ: Mapping[str, str] | None = None) -> dict[str, Any]:
