@@ -1,9 +1,19 @@
 """Linears over weights that oneDNN has packed once, instead of at every call."""
 
-from torch import Tensor, bfloat16, float16, float32, nn, ops
+from collections.abc import Sequence
 
-#: Rows that oneDNN lays the weight out for.
+import torch
+from torch import Tensor, nn
+
+from headrace.model.release import Weights
+
+#: Rows that oneDNN lays the weight out for; 8 to 512 give the same layout and rate, 1 is slower from 8 rows on.
 _ROWS_HINT = 64
+
+#: Fewer output columns than this are not worth packing (routers, tiny projections).
+PACKABLE = (torch.float32, torch.bfloat16, torch.float16)
+
+_linear = torch.ops.mkldnn._linear_pointwise.default
 
 
 class PackedLinear(nn.Module):
@@ -12,19 +22,39 @@ class PackedLinear(nn.Module):
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         super().__init__()
         self.out_features, self.in_features = weight.shape
-        self.packed = ops.mkldnn._reorder_linear_weight(weight.detach().contiguous(), _ROWS_HINT)
+        self.bits = weight.dtype.itemsize * 8
+        self.packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach().contiguous(), _ROWS_HINT)
         self.bias = None if bias is None else bias.detach().clone()
 
     def forward(self, x: Tensor) -> Tensor:
         """Plain linear."""
-        out: Tensor = ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
+        out: Tensor = _linear(x, self.packed, self.bias, "none", [], "")
         return out
 
 
-def pack_linears(module: nn.Module) -> None:
+def is_plain(module: nn.Module | None) -> bool:
+    """Whether this is exactly torch's linear over a float weight, not a quantised or adapted one."""
+    return type(module) is nn.Linear and module.weight.dtype in PACKABLE
+
+
+def stack(linears: Sequence[nn.Linear]) -> PackedLinear:
+    """One linear whose outputs are those of `linears`, one after the other."""
+    weight = torch.cat([linear.weight.detach() for linear in linears])
+    biases = [linear.bias for linear in linears]
+    if all(bias is None for bias in biases):
+        return PackedLinear(weight, None)
+    filled = [
+        linear.weight.new_zeros(linear.weight.shape[0]) if linear.bias is None else linear.bias.detach()
+        for linear in linears
+    ]
+    return PackedLinear(weight, torch.cat(filled))
+
+
+def pack_linears(module: nn.Module, weights: Weights) -> None:
     """Replace every plain `nn.Linear` below `module`, freeing each weight before the next is packed."""
     for name, child in list(module.named_children()):
-        if type(child) is nn.Linear and child.weight.dtype in (float32, bfloat16, float16):
-            setattr(module, name, PackedLinear(child.weight, child.bias))
+        if is_plain(child):
+            setattr(module, name, PackedLinear(child.weight, child.bias))  # type: ignore[arg-type]
+            weights.release(child)
         else:
-            pack_linears(child)
+            pack_linears(child, weights)

@@ -11,11 +11,14 @@ from torch import nn
 
 from headrace.core.errors import ConfigError, ModelError
 from headrace.model import attention, rope
+from headrace.model.attention import AttentionCall
 from headrace.model.decoder import Decoder, find_layers, install_recorders
 from headrace.model.fingerprint import fingerprint, weights_digest
+from headrace.model.fuse import fuse_layer
 from headrace.model.linears import pack_linears
 from headrace.model.memory import MemoryEstimate, estimate, weight_files
-from headrace.model.probe import probe
+from headrace.model.probe import probe, trial_rows
+from headrace.model.release import Weights
 from headrace.model.shape import count_experts, count_shape
 from headrace.model.support import check_config
 
@@ -73,15 +76,22 @@ def load(
         print_ = fingerprint(digest.result(), config.to_dict(), str(kind).removeprefix("torch."), frozen)
     decoder.shape = count_shape(model, layers, config, calls, longest, _eos(path, config), print_, target.type == "cpu")
     if target.type == "cpu":
-        _pack(decoder, tell)
+        _prepare(decoder, calls, tell)
     return decoder
 
 
-def _pack(decoder: Decoder, tell: Progress) -> None:
-    for done, layer in enumerate(decoder.layers):
-        tell("pack", done / (len(decoder.layers) + 1))
-        pack_linears(layer)
-    pack_linears(decoder.model)
+@torch.inference_mode()
+def _prepare(decoder: Decoder, calls: list[AttentionCall], tell: Progress) -> None:
+    """Fuse and pack layer by layer, so that each layer's weights are freed before the next is packed."""
+    weights = Weights(decoder.model)
+    for layer in decoder.layers:
+        weights.add(layer)
+    fwd = trial_rows(decoder)
+    hidden = fwd.hidden[None]
+    for index, layer in enumerate(decoder.layers):
+        tell("pack", index / (len(decoder.layers) + 1))
+        hidden = fuse_layer(layer, hidden, fwd.calls[index], calls[index], index, weights)
+    pack_linears(decoder.model, weights)
     tell("pack", 1.0)
 
 

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from headrace.core.errors import ModelError
 from headrace.model.attention import AttentionCall, Probe
-from headrace.model.decoder import Decoder
+from headrace.model.decoder import Decoder, Forward
 
 
 def probe(decoder: Decoder) -> list[AttentionCall]:
@@ -38,6 +38,15 @@ def probe(decoder: Decoder) -> list[AttentionCall]:
     if not bool(torch.isfinite(logits).all()):
         raise ModelError(f"{name} gives numbers that are not finite in {fwd.hidden.dtype}; try --dtype float32")
     return calls
+
+
+@torch.inference_mode()
+def trial_rows(decoder: Decoder) -> Forward:
+    """A few rows at scattered positions, before the first layer, to try a layer's replacements on."""
+    device = decoder.model.get_input_embeddings().weight.device  # type: ignore[operator]
+    last = decoder.shape.max_position - 1
+    positions = torch.tensor([0, 1, 2, 7, last // 2, last], device=device).clamp(max=last)
+    return decoder.begin(torch.arange(6, device=device) % decoder.shape.vocab_size, positions, Probe())
 
 
 def _same(one: Any, two: Any) -> bool:

@@ -1,0 +1,138 @@
+"""Modules that take the place of a layer's norms, MLP and attention, with fewer and larger operations.
+
+float32 uses the kernels of `rowwise`; 16-bit types use torch between the packed linears. `fuse` puts one in place only
+where it gives the numbers of the module it replaces.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from headrace.model import rowwise
+from headrace.model.context import StepContext
+from headrace.model.linears import PackedLinear
+
+
+class RowNorm(nn.Module):
+    """RMS norm over the last axis of a contiguous float32 tensor: x / sqrt(mean(x^2) + eps) * scale, scale [n]."""
+
+    def __init__(self, scale: Tensor, eps: float) -> None:
+        super().__init__()
+        self.scale = scale.detach().float().clone().contiguous()
+        self.array, self.eps = self.scale.numpy(), np.float32(eps)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., n] -> the same shape."""
+        if x.dim() != 3:
+            return self.forward(x.reshape(1, -1, x.shape[-1])).view(x.shape)
+        if not x.is_contiguous():
+            x = x.contiguous()
+        out = torch.empty_like(x)
+        rowwise.rms_norm(x.numpy(), self.array, self.eps, out.numpy())
+        return out
+
+
+class GatedMlp(nn.Module):
+    """down(act(gate(x)) * up(x)) with gate and up in one linear.
+
+    Args:
+        gate_up: the two weights, one above the other.
+        down: back to the residual stream.
+        kernel: `silu_gate` or `gelu_tanh_gate` for float32; None: torch's `act`.
+        act: the activation as a module or function.
+    """
+
+    def __init__(
+        self,
+        gate_up: PackedLinear,
+        down: PackedLinear,
+        kernel: Callable[..., None] | None,
+        act: Callable[[Tensor], Tensor],
+    ) -> None:
+        super().__init__()
+        self.gate_up, self.down, self.kernel, self.act = gate_up, down, kernel, act
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., hidden] -> the same shape."""
+        if x.dim() != 3:
+            return self.forward(x.reshape(1, -1, x.shape[-1])).view(x.shape)
+        both = self.gate_up.forward(x)
+        if self.kernel is None:
+            gate, up = both.chunk(2, -1)
+            return self.down.forward(self.act(gate) * up)
+        inner = both.new_empty((both.shape[0], both.shape[1], both.shape[2] // 2))
+        self.kernel(both.numpy(), inner.numpy())
+        return self.down.forward(inner)
+
+
+class FusedAttention(nn.Module):
+    """Rotary grouped-query attention with q, k and v in one linear.
+
+    Args:
+        qkv: the three weights, one above the other.
+        out: output projection.
+        layer: index of the layer in the whole model.
+        heads, kv_heads, head_dim: as the layer calls attention.
+        scale, window, softcap: given to `StepContext.attend`.
+        q_norm, k_norm: RMS norms of each head, or None.
+    """
+
+    def __init__(
+        self,
+        qkv: PackedLinear,
+        out: PackedLinear,
+        layer: int,
+        heads: int,
+        kv_heads: int,
+        head_dim: int,
+        scale: float,
+        window: int | None,
+        softcap: float | None,
+        q_norm: nn.Module | None,
+        k_norm: nn.Module | None,
+    ) -> None:
+        super().__init__()
+        self.qkv, self.out, self.q_norm, self.k_norm = qkv, out, q_norm, k_norm
+        self.layer, self.heads, self.kv_heads, self.head_dim = layer, heads, kv_heads, head_dim
+        self.scale, self.window, self.softcap = scale, window, softcap
+        self.by_kernel = qkv.bits == 32
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        position_embeddings: tuple[Tensor, Tensor],
+        headrace: StepContext,
+        **_: Any,
+    ) -> tuple[Tensor, None]:
+        """hidden_states [1, T, hidden]; position_embeddings: cos and sin [1, T, r]."""
+        both = self.qkv.forward(hidden_states)
+        rows, heads, turning = both.shape[1], self.heads, self.heads + self.kv_heads
+        parts = both.view(rows, turning + self.kv_heads, self.head_dim)
+        cos, sin = position_embeddings
+        if self.by_kernel:
+            array = both.numpy()
+            if isinstance(self.q_norm, RowNorm) and isinstance(self.k_norm, RowNorm):
+                rowwise.head_norms(
+                    array, heads, self.kv_heads, self.head_dim, self.q_norm.array, self.k_norm.array, self.q_norm.eps
+                )
+            rowwise.rotate(array, turning, self.head_dim, cos.numpy(), sin.numpy())
+            q, k = parts[:, :heads], parts[:, heads:turning]
+        else:
+            q, k = parts[:, :heads], parts[:, heads:turning]
+            if self.q_norm is not None and self.k_norm is not None:
+                q, k = self.q_norm(q), self.k_norm(k)
+            q, k = _turn(q, cos[0, :, None], sin[0, :, None]), _turn(k, cos[0, :, None], sin[0, :, None])
+        attended = headrace.attend(self.layer, q, k, parts[:, turning:], self.scale, self.window, self.softcap)
+        return self.out.forward(attended.reshape(1, rows, heads * self.head_dim)), None
+
+
+def _turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Split-half rotary embedding of x [T, heads, d] by cos, sin [T, 1, r], r <= d."""
+    width = cos.shape[-1]
+    front = x[..., :width]
+    low, high = front.chunk(2, -1)
+    turned = front * cos + torch.cat((-high, low), -1) * sin
+    return turned if width == x.shape[-1] else torch.cat((turned, x[..., width:]), -1)
