@@ -16,12 +16,13 @@ import llguidance.hf
 import numpy as np
 import numpy.typing as npt
 
-from headrace.core.errors import InvalidRequest, ModelError
+from headrace.core.errors import InvalidRequest
 from headrace.core.sampling import GrammarSpec
 
 MAX_GRAMMAR_BYTES = 128 << 10
 _MAX_MESSAGE = 300
 _KEPT_GRAMMARS = 64
+_JSON = {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,32}"}  # bounded, or a weak model indents without end
 
 Bitmask = npt.NDArray[np.int32]
 
@@ -79,7 +80,7 @@ class GrammarCompiler:
             if len(self._compiled) > _KEPT_GRAMMARS:
                 self._compiled.popitem(last=False)
         self._compiled.move_to_end(spec)
-        return Matcher(origin)
+        return Matcher(origin, frozenset(self._eos))
 
     def masks(self, matchers: Sequence["Matcher"]) -> Bitmask:
         """One row of bits [ceil(vocabulary / 32)] per matcher: bit t % 32 of word t // 32 allows token t.
@@ -108,28 +109,44 @@ class GrammarCompiler:
 
 
 class Matcher:
-    """A position in a grammar; follows a sequence's output as that grows or is cut back."""
+    """A position in a grammar; follows a sequence's output as that grows or is cut back.
 
-    __slots__ = ("_consumed", "_origin", "state")
+    Args:
+        origin: the grammar's start.
+        eos: tokens that may follow a complete text, any number of times.
+    """
 
-    def __init__(self, origin: llguidance.LLMatcher) -> None:
+    __slots__ = ("_consumed", "_eos", "_misplaced", "_origin", "state")
+
+    def __init__(self, origin: llguidance.LLMatcher, eos: frozenset[int]) -> None:
         self._origin = origin
-        self.state: llguidance.LLMatcher = origin.deep_copy()
+        self._eos = eos
+        self._restart()
+
+    def _restart(self) -> None:
+        self.state: llguidance.LLMatcher = self._origin.deep_copy()
         self._consumed = 0
+        self._misplaced: int | None = None
 
     def follow(self, output: npt.NDArray[np.int32]) -> None:
         """Move to the end of `output`; where that is not possible, `error` says so afterwards."""
         if len(output) < self._consumed:
-            self.state = self._origin.deep_copy()
-            self._consumed = 0
-        if len(output) > self._consumed:
-            # after a complete text only end-of-sequence tokens come, which llguidance takes any number of
-            self.state.consume_tokens(output[self._consumed :].tolist())
-            self._consumed = len(output)
+            self._restart()
+        for token in output[self._consumed :].tolist():
+            if self._misplaced is None and not self._accepts(token):
+                self._misplaced = token
+        self._consumed = len(output)
+
+    def _accepts(self, token: int) -> bool:
+        if self.state.is_stopped() and not self.state.is_error():
+            return token in self._eos
+        return bool(self.state.consume_token(token))
 
     @property
     def error(self) -> str | None:
         """Why no token can follow, or None."""
+        if self._misplaced is not None:
+            return f"token {self._misplaced} of the text so far does not fit it"
         return _one_line(self.state.get_error()) if self.state.is_error() else None
 
 
@@ -144,9 +161,9 @@ def _to_llguidance(spec: GrammarSpec) -> str:
     try:
         match spec.kind:
             case "json_object":
-                grammar = compiler.grammar_from_json_schema('{"type": "object"}')
+                grammar = compiler.grammar_from_json_schema('{"type": "object"}', defaults=_JSON)
             case "json_schema":
-                grammar = compiler.grammar_from_json_schema(spec.text)
+                grammar = compiler.grammar_from_json_schema(spec.text, defaults=_JSON)
             case "regex":
                 grammar = compiler.grammar_from_regex(spec.text)
             case "choice":
@@ -203,6 +220,5 @@ def _load_tokenizer(
             return known
         return llguidance.LLTokenizer(text, n_vocab=vocab_size, eos_token=eos)
     except (OSError, ValueError, KeyError) as error:
-        raise ModelError(
-            f"cannot use the tokenizer in {path} for structured output: {_one_line(str(error))}"
-        ) from error
+        reason = _one_line(str(error))
+        raise InvalidRequest(f"structured output does not work with the tokenizer in {path}: {reason}") from error

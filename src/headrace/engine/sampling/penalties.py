@@ -2,32 +2,8 @@
 
 import numpy as np
 import numpy.typing as npt
-from numba import njit
 
 from headrace.core.sampling import SamplingParams
-
-
-@njit(nogil=True, cache=True)
-def penalise(
-    row: npt.NDArray[np.float32],
-    ids: npt.NDArray[np.int32],
-    counts: npt.NDArray[np.int32],
-    repetition: float,
-    frequency: float,
-    presence: float,
-) -> None:
-    """Lower the logits of `ids` in place.
-
-    Repetition divides a positive and multiplies a negative logit (Keskar et al., "CTRL", 2019, section 4.1); then
-    `frequency` is subtracted per occurrence in the output, and `presence` where there was one.
-    """
-    for j in range(ids.shape[0]):
-        value = np.float64(row[ids[j]])
-        if repetition != 1.0:
-            value = value / repetition if value > 0 else value * repetition
-        if counts[j] > 0:
-            value -= frequency * counts[j] + presence
-        row[ids[j]] = value
 
 
 class PenaltyCounts:
@@ -64,7 +40,11 @@ class PenaltyCounts:
             self._output.append(token)
 
     def apply(self, row: npt.NDArray[np.float32]) -> None:
-        """Penalise one row of logits [V] in place."""
+        """Penalise one row of logits [V] in place.
+
+        Repetition divides a positive and multiplies a negative logit (Keskar et al., "CTRL", 2019, section 4.1); then
+        frequency is subtracted per occurrence in the output, and presence where there was one.
+        """
         # a token that was taken back keeps its place; it must not count as repeated
         known = len(self._place)
         ids, counts = self._ids[:known], self._counts[:known]
@@ -72,4 +52,7 @@ class PenaltyCounts:
             keep = counts > 0
             keep[: self._prompt_tokens] = True
             ids, counts = ids[keep], counts[keep]
-        penalise(row, ids, counts, self._repetition, self._frequency, self._presence)
+        values = row[ids]
+        if self._repetition != 1:
+            values = np.where(values > 0, values / self._repetition, values * self._repetition)
+        row[ids] = values - (self._frequency * counts + self._presence * (counts > 0)).astype(np.float32)

@@ -11,11 +11,12 @@ from headrace.core.events import TokenLogprob
 from headrace.core.sampling import SamplingParams
 from headrace.engine.sampling.grammar import GrammarCompiler
 from headrace.engine.sampling.row import RowState, SampleResult, SampleRow
-from headrace.kernels.sampling import Draws, Logprobs, RowKernels, mask_rows
+from headrace.kernels.sampling import Draws, Logprobs, RowKernels
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+_INT32_MAX = (1 << 31) - 1
 _SEED_BITS = (1 << 64) - 1
 
 
@@ -29,14 +30,14 @@ class Sampler:
         vocab_size: V, rows of the logits.
         eos_token_ids: end a sequence; min_tokens forbids them, a finished grammar demands one.
         tokenizer_path: folder with the tokenizer, for structured output; loaded when first needed.
-        threads: CPU threads to use.
+        threads: CPU threads to use; 0: as many as torch uses.
     """
 
     def __init__(self, vocab_size: int, eos_token_ids: Sequence[int], tokenizer_path: str | None, threads: int) -> None:
         self._vocab_size = vocab_size
         self._eos = tuple(eos_token_ids)
         self._kernels = RowKernels(vocab_size, threads)
-        self._grammars = GrammarCompiler(vocab_size, eos_token_ids, tokenizer_path, threads)
+        self._grammars = GrammarCompiler(vocab_size, eos_token_ids, tokenizer_path, self._kernels.threads)
 
     def open(self, params: SamplingParams, prompt: Sequence[int] | npt.NDArray[np.int32]) -> RowState:
         """Begin a sequence with this prompt.
@@ -65,6 +66,7 @@ class Sampler:
         raw: dict[int, npt.NDArray[np.float32]] = {}
         errors: dict[int, str] = {}
         constrained: list[int] = []
+        masks = np.zeros((0, 0), np.int32)
         for r, row in enumerate(rows):
             state = row.state
             if state.plain or not state.changes(len(row.output)):
@@ -76,8 +78,8 @@ class Sampler:
                 state.matcher.follow(row.output)
                 constrained.append(r)
         if constrained:
-            self._constrain(table, rows, constrained, errors)
-        tokens = self._kernels.sample(table, _draws(rows))
+            masks = self._masks(rows, constrained, errors)
+        tokens = self._kernels.sample(table, _draws(rows, constrained), masks)
         for r in np.flatnonzero(tokens < 0).tolist():
             errors.setdefault(r, f"no token can be drawn at position {rows[r].position}: {_describe(table[r])}")
         for r in errors:
@@ -96,21 +98,16 @@ class Sampler:
         """
         table = _on_host(logits)
         every = np.arange(len(table), dtype=np.int32)
-        found = self._kernels.logprobs(
-            table, every, np.ascontiguousarray(next_tokens, np.int32), min(top, self._vocab_size)
-        )
+        found = self._kernels.logprobs(table, every, np.asarray(next_tokens, np.int32), top)
         if np.isnan(found.values).any():
             bad = int(np.flatnonzero(np.isnan(found.values))[0])
             raise ModelError(f"no log-probabilities for row {bad} of the prompt: {_describe(table[bad])}")
         return [_entry(found, j, int(token), top) for j, token in enumerate(next_tokens)]
 
-    def _constrain(
-        self,
-        table: npt.NDArray[np.float32],
-        rows: Sequence[SampleRow],
-        constrained: Sequence[int],
-        errors: dict[int, str],
-    ) -> None:
+    def _masks(
+        self, rows: Sequence[SampleRow], constrained: Sequence[int], errors: dict[int, str]
+    ) -> npt.NDArray[np.int32]:
+        """What the grammars of the rows `constrained` allow, min_tokens taken into account."""
         matchers = [state.matcher for state in (rows[r].state for r in constrained) if state.matcher is not None]
         masks = self._grammars.masks(matchers)
         for r, matcher, mask in zip(constrained, matchers, masks, strict=True):
@@ -124,7 +121,7 @@ class Sampler:
                     shorter.view(np.uint32)[token >> 5] &= ~np.uint32(1 << (token & 31))
                 if shorter.any():  # else the text is complete: the grammar outranks min_tokens
                     mask[:] = shorter
-        mask_rows(table, np.asarray(constrained, np.int32), masks)
+        return masks
 
     def _logprobs(
         self,
@@ -143,7 +140,7 @@ class Sampler:
         ):
             if not group:
                 continue
-            tops = [min(rows[r].params.logprobs or 0, self._vocab_size) for r in group]
+            tops = [rows[r].params.logprobs or 0 for r in group]
             found = self._kernels.logprobs(source, np.asarray(at, np.int32), tokens[group], max(tops))
             for j, r in enumerate(group):
                 result[r] = _entry(found, j, int(tokens[r]), tops[j])
@@ -155,17 +152,20 @@ def _on_host(logits: "Tensor") -> npt.NDArray[np.float32]:
     return np.ascontiguousarray(array)
 
 
-def _draws(rows: Sequence[SampleRow]) -> Draws:
+def _draws(rows: Sequence[SampleRow], constrained: Sequence[int]) -> Draws:
     count = len(rows)
+    mask_of = np.full(count, -1, np.int32)
+    mask_of[constrained] = np.arange(len(constrained))
     params = [row.params for row in rows]
     return Draws(
         np.arange(count, dtype=np.int32),
         np.fromiter((0.0 if p.greedy else p.temperature for p in params), np.float64, count),
-        np.fromiter((p.top_k for p in params), np.int64, count),
+        np.fromiter((min(p.top_k, _INT32_MAX) for p in params), np.int32, count),
         np.fromiter((p.top_p for p in params), np.float64, count),
         np.fromiter((p.min_p for p in params), np.float64, count),
         np.fromiter((row.seed & _SEED_BITS for row in rows), np.uint64, count),
         np.fromiter((row.position for row in rows), np.uint64, count),
+        mask_of,
     )
 
 
