@@ -3,7 +3,7 @@
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from headrace.core.events import Delta, FinishReason
+from headrace.core.events import Delta
 from headrace.core.sampling import SamplingParams
 from headrace.front.output import Completion, TextDelta
 from headrace.front.stop import StopBuffer, StopSet
@@ -106,5 +106,4 @@ def append(completion: Completion, delta: TextDelta) -> None:
     if delta.logprobs is not None:
         completion.logprobs = (completion.logprobs or []) + delta.logprobs
     if delta.finish is not None:
-        finish: FinishReason = delta.finish
-        completion.finish, completion.stop_reason = finish, delta.stop_reason
+        completion.finish, completion.stop_reason, completion.error = delta.finish, delta.stop_reason, delta.error

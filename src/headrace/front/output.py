@@ -36,7 +36,7 @@ class TextDelta:
 
 @dataclass(slots=True)
 class Completion:
-    """One finished sequence: the deltas joined."""
+    """One finished sequence: the deltas joined. `error` says what went wrong, with finish `error`."""
 
     index: int
     text: str = ""
@@ -44,6 +44,7 @@ class Completion:
     logprobs: list[TokenLogprob] | None = None
     finish: FinishReason | None = None
     stop_reason: str | int | None = None
+    error: str | None = None
 
 
 @dataclass(slots=True)

@@ -21,7 +21,16 @@ from headrace.core.paths import home
 from headrace.model import convert, install, remote, wheel
 from headrace.model.progress import Progress, ProgressCallback
 
-__all__ = ["ModelEntry", "Progress", "ProgressCallback", "list_models", "path", "remove", "resolve"]
+__all__ = [
+    "ModelEntry",
+    "Progress",
+    "ProgressCallback",
+    "list_models",
+    "path",
+    "remove",
+    "resolve",
+    "resolve_tokenizer",
+]
 
 DEFAULT = "default"
 DEFAULT_ID = "SmolLM2-135M-Instruct"
@@ -84,6 +93,23 @@ def resolve(name: str, revision: str | None = None, progress: ProgressCallback |
         raise ModelError(f"no such file or folder: {name}")
     folder = remote.snapshot(name, revision, progress)
     return _check_folder(folder, progress, name)
+
+
+def resolve_tokenizer(name: str, revision: str | None = None) -> Path:
+    """The folder of a tokenizer: like `resolve`, but no weights are needed or fetched.
+
+    Raises:
+        ModelError: there is no such folder or id.
+    """
+    if name == DEFAULT:
+        return _resolve_default(None)
+    local = Path(name).expanduser()
+    if local.is_dir():
+        return local.resolve()
+    if local.is_file():
+        return _resolve_gguf(local.resolve(), None)
+    cached = _cached(name)
+    return cached if cached is not None else remote.snapshot(name, revision, None, weights=False)
 
 
 def path(name: str) -> Path:

@@ -13,7 +13,8 @@ from headrace.core.errors import ModelError
 from headrace.model.progress import Progress, ProgressCallback
 
 _ID = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*(/[A-Za-z0-9_][A-Za-z0-9._-]*)?")
-_WANTED = ["*.safetensors", "*.json", "*.jinja", "*.model", "*.tiktoken", "*.txt"]
+_WEIGHTS = ["*.safetensors"]
+_SETTINGS = ["*.json", "*.jinja", "*.model", "*.tiktoken", "*.txt"]
 _UNWANTED = ["*/*.safetensors", "consolidated*", "original/*", "onnx/*"]
 
 
@@ -26,10 +27,16 @@ class CachedRepo:
     bytes: int
 
 
-def snapshot(name: str, revision: str | None, progress: ProgressCallback | None) -> Path:
+def snapshot(name: str, revision: str | None, progress: ProgressCallback | None, *, weights: bool = True) -> Path:
     """Fetch weights (safetensors only), configuration and tokenizer of a Hugging Face id; returns the folder.
 
     Honours `HF_HUB_OFFLINE`, `HF_HOME`, `HF_TOKEN`. Without a network a snapshot fetched earlier is used.
+
+    Args:
+        name: the id.
+        revision: branch, tag or commit; None: the main branch.
+        progress: told how many bytes have come.
+        weights: False: everything but the weights.
 
     Raises:
         ModelError: no such id or revision, no permission, or no network and nothing in the cache.
@@ -45,7 +52,7 @@ def snapshot(name: str, revision: str | None, progress: ProgressCallback | None)
         folder = huggingface_hub.snapshot_download(
             name,
             revision=revision,
-            allow_patterns=_WANTED,
+            allow_patterns=[*_WEIGHTS, *_SETTINGS] if weights else _SETTINGS,
             ignore_patterns=_UNWANTED,
             tqdm_class=_bar(progress, started),
         )
