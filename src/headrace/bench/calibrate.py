@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import torch
@@ -156,7 +155,7 @@ def _linear(out: int, inner: int, device: str, kind: torch.dtype) -> Callable[[T
 
 
 def _best(run: Callable[[], Any], device: str, repeats: int) -> float:
-    """Seconds of a run: the lower half's median, since a shared machine only ever adds time."""
+    """Seconds of a run: the least of several, since a shared machine only ever adds time."""
     run()
     times = []
     for _ in range(repeats):
@@ -165,7 +164,7 @@ def _best(run: Callable[[], Any], device: str, repeats: int) -> float:
         run()
         _wait(device)
         times.append(time.perf_counter() - start)
-    return median(sorted(times)[: (repeats + 1) // 2])
+    return min(times)
 
 
 def _wait(device: str) -> None:
