@@ -111,7 +111,7 @@ def test_memory_pressure_preempts_the_youngest_and_nothing_is_lost() -> None:
     requests = [world.add(name, [i, 1, 2, 3, 4], max_tokens=14) for i, name in enumerate("abc")]
     world.drain()
     assert world.scheduler.counters.preemptions > 0
-    assert list(world.finished)[0] == "a"
+    assert next(iter(world.finished)) == "a"
     for request in requests:
         assert world.outputs[request.id] == answer(request)
     assert world.scheduler.counters.prompt_tokens == 15  # counted once, preempted or not

@@ -1,0 +1,171 @@
+"""An engine in its own process, over a real socket."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import psutil
+import pytest
+
+from headrace.bench.tiny_models import save
+from headrace.cluster.local import LocalEngine, launch
+from headrace.core.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
+from headrace.core.errors import EngineDead, HeadraceError, QueueFull
+from headrace.core.events import Delta
+from headrace.core.request import Request
+from headrace.core.sampling import SamplingParams
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> EngineConfig:
+    model = save("llama", tmp_path_factory.mktemp("tiny"))
+    return EngineConfig(
+        model=ModelConfig(model=str(model), threads=1, dtype="float32"),
+        cache=CacheConfig(kv_memory=8 << 20),
+        scheduler=SchedulerConfig(max_queue=40),
+    )
+
+
+def request(name: str, max_tokens: int = 6, prompt: list[int] | None = None, service: str = "online") -> Request:
+    params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
+    return Request(id=name, prompt=prompt or [5, 6, 7], params=params, service=service)  # type: ignore[arg-type]
+
+
+@asynccontextmanager
+async def running(config: EngineConfig) -> AsyncIterator[LocalEngine]:
+    client = await launch(config)
+    try:
+        yield client
+    finally:
+        await client.close()
+
+
+async def collect(client: LocalEngine, item: Request) -> list[int]:
+    found: list[int] = []
+    async for delta in client.submit(item):
+        assert delta.error is None
+        found += delta.tokens
+    return found
+
+
+async def collect_rest(reader: AsyncIterator[Delta]) -> None:
+    async for _ in reader:
+        pass
+
+
+def test_requests_stream_abort_and_fail_one_by_one(config: EngineConfig) -> None:
+    async def scenario() -> None:
+        phases: list[str] = []
+        client = await launch(config, lambda phase, done: phases.append(phase))
+        try:
+            assert client.info.pid == client.pid != os.getpid()
+            assert "pack" in phases
+            answers = await asyncio.gather(*(collect(client, request(f"r{i}")) for i in range(20)))
+            assert len(answers[0]) == 6
+            assert all(answer == answers[0] for answer in answers)
+
+            reader = client.submit(request("long", 4000))
+            async for delta in reader:
+                assert delta.tokens
+                break
+            await reader.aclose()  # type: ignore[attr-defined]
+            reader = client.submit(request("stopped", 4000))
+            async for delta in reader:
+                client.abort("stopped")
+                if delta.finish is not None:
+                    assert delta.finish == "abort"
+
+            readers = [client.submit(request(f"q{i}")) for i in range(40)]
+            with pytest.raises(QueueFull, match="40 requests"):
+                client.submit(request("one too many"))
+            for reader in readers:
+                await collect_rest(reader)
+
+            refused = [delta async for delta in client.submit(request("bad", prompt=[9999]))]
+            assert [delta.finish for delta in refused] == ["error"]
+            assert "0..306" in str(refused[0].error)
+            await collect(client, request("after"))
+            stats = await client.stats()
+            assert stats.requests_total == {"length": 61, "abort": 2}
+            assert stats.pages_used == stats.running == stats.waiting == 0
+        finally:
+            await client.close()
+        assert not psutil.pid_exists(client.pid)
+
+    asyncio.run(scenario())
+
+
+def test_online_work_interrupts_an_offline_step_in_the_worker(config: EngineConfig) -> None:
+    # Long steps: 3,000 tokens at once, so that a request surely arrives in the middle of one.
+    long_steps = replace(config, scheduler=replace(config.scheduler, max_num_batched_tokens=3000))
+
+    async def scenario() -> None:
+        async with running(long_steps) as client:
+            for i in range(20):
+                offline = asyncio.create_task(collect(client, request(f"off{i}", 2, [3 + i] * 3000, "offline")))
+                await collect(client, request(f"on{i}", 2))  # both are queued: they share steps
+                await collect(client, request(f"then{i}", 2))
+                assert len(await offline) == 2
+                if (await client.stats()).abandoned_total:
+                    return
+            raise AssertionError("no offline step was abandoned")
+
+    asyncio.run(scenario())
+
+
+def test_when_the_engine_is_killed_readers_are_told(config: EngineConfig) -> None:
+    async def scenario() -> None:
+        client = await launch(config)
+        try:
+            reader = client.submit(request("r", 4000))
+            await anext(reader)
+            os.kill(client.pid, signal.SIGKILL)
+            with pytest.raises(EngineDead, match="signal 9"):
+                await collect_rest(reader)
+            with pytest.raises(EngineDead):
+                client.submit(request("later"))
+        finally:
+            await client.close()
+
+    asyncio.run(scenario())
+
+
+def test_an_engine_that_cannot_start_says_why_in_one_line(config: EngineConfig, tmp_path: Path) -> None:
+    async def scenario() -> None:
+        wrong = EngineConfig(model=ModelConfig(model=str(tmp_path)))
+        with pytest.raises(HeadraceError, match="holds no safetensors") as caught:
+            await launch(wrong)
+        assert "\n" not in str(caught.value)
+
+    asyncio.run(scenario())
+
+
+def test_the_worker_dies_with_its_front(config: EngineConfig) -> None:
+    script = (
+        "import asyncio, sys\n"
+        "import msgspec\n"
+        "from headrace.cluster.local import launch\n"
+        "from headrace.core.config import EngineConfig\n"
+        "async def main():\n"
+        "    client = await launch(msgspec.json.decode(sys.argv[1], type=EngineConfig))\n"
+        "    print(client.pid, flush=True)\n"
+        "    await asyncio.sleep(600)\n"
+        "asyncio.run(main())\n"
+    )
+    import msgspec
+
+    front = subprocess.Popen(
+        [sys.executable, "-c", script, msgspec.json.encode(config).decode()], stdout=subprocess.PIPE, text=True
+    )
+    assert front.stdout is not None
+    worker = psutil.Process(int(front.stdout.readline()))
+    front.kill()
+    front.wait()
+    psutil.wait_procs([worker], timeout=20)
+    assert not worker.is_running() or worker.status() == psutil.STATUS_ZOMBIE
