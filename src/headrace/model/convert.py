@@ -4,7 +4,7 @@ The work is done by a child process (`python -m headrace.model.convert SOURCE TA
 memory, which the caller, often a front process that must stay light, does not keep.
 
 Transformers 5.24 reads weights and shapes from a GGUF file, but some of what it writes back is not what the model was
-trained with; `_repair_*` below put that right, and `_check` refuses a result that is not sound.
+trained with; `gguf_repair` puts that right and refuses a result that is not sound.
 """
 
 import json
@@ -17,6 +17,14 @@ from pathlib import Path
 from typing import Any
 
 from headrace.core.errors import ModelError
+from headrace.model.gguf_repair import (
+    check_model,
+    check_splitting,
+    check_tokenizer,
+    read_metadata,
+    repair_config,
+    repair_tokenizer,
+)
 from headrace.model.progress import Progress, ProgressCallback
 
 CONVERTER = 1
@@ -25,9 +33,6 @@ CONVERTER = 1
 FLOAT32_LIMIT = 1_500_000_000
 """Models with more parameters than this are written as bfloat16: 32 bits would be six times the GGUF file's size."""
 
-_INDIVIDUAL_DIGITS = {"smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"}
-_GPT2_SPLIT = {"gpt-2", "phi-2", "olmo", "mpt", "jais", "trillion"}
-_ROUND_TRIPS = ("Hello, world!", "I'm the 1st of  1024\n\n\tlines.", "naïve façade: 日本語 \U0001f600")
 
 Report = Callable[[int, int], None]
 
@@ -97,7 +102,8 @@ def main(arguments: list[str]) -> int:
 def _convert(source: Path, target: Path, report: Report) -> None:
     steps = 5
     report(0, steps)
-    metadata = _read_metadata(source)
+    metadata = read_metadata(source)
+    check_splitting(metadata, source.name)
     report(1, steps)
     # Imported here: only the child pays for torch.
     import torch
@@ -119,10 +125,10 @@ def _convert(source: Path, target: Path, report: Report) -> None:
             f"{metadata['architecture']!r}: {first[0]}"
         ) from error
     report(3, steps)
-    _repair_config(model, metadata)
-    _repair_tokenizer(tokenizer, metadata, source.name)
-    _check_model(model, source.name)
-    _check_tokenizer(tokenizer, model.config, source.name)
+    repair_config(model, metadata)
+    repair_tokenizer(tokenizer, metadata)
+    check_model(model, source.name)
+    check_tokenizer(tokenizer, model.config, source.name)
     tensors = dict(model.state_dict())
     if model.config.tie_word_embeddings:
         tensors.pop("lm_head.weight", None)
@@ -134,117 +140,6 @@ def _convert(source: Path, target: Path, report: Report) -> None:
     _tidy_tokenizer_config(target, model.config)
     _check_written(target, model.config)
     report(5, steps)
-
-
-def _read_metadata(source: Path) -> dict[str, Any]:
-    """What the GGUF file says of itself: the keys the repairs need."""
-    import gguf
-
-    try:
-        reader = gguf.GGUFReader(str(source))
-    except (ValueError, OSError, IndexError, OverflowError) as error:
-        raise ModelError(f"{source} is not a whole GGUF file: {error}") from error
-
-    def value(key: str, default: Any = None) -> Any:
-        entry = reader.get_field(key)
-        return default if entry is None else entry.contents()
-
-    architecture = value("general.architecture")
-    tokens = reader.get_field("tokenizer.ggml.tokens")
-    if architecture is None or tokens is None:
-        raise ModelError(f"{source.name} holds no language model: it names no architecture or has no vocabulary")
-    return {
-        "architecture": architecture,
-        "parameters": sum(int(tensor.n_elements) for tensor in reader.tensors),
-        "tokenizer": value("tokenizer.ggml.model"),
-        "pre": value("tokenizer.ggml.pre"),
-        "template": value("tokenizer.chat_template"),
-        "context": value(f"{architecture}.context_length"),
-        # A chat model ends a turn with another token than a text (Llama 3: <|eot_id|>); both end a generation.
-        "ends": [
-            int(token)
-            for key in ("eos", "eot", "eom")
-            if (token := value(f"tokenizer.ggml.{key}_token_id")) is not None
-        ],
-    }
-
-
-def _repair_config(model: Any, metadata: dict[str, Any]) -> None:
-    """Take out what ties the config to the GGUF file; undo the rounding of floats; set all tokens that end a turn."""
-    config = model.config
-    for name in ("quantization_config", "_pre_quantization_dtype"):
-        if hasattr(config, name):
-            delattr(config, name)
-    config.__dict__.pop("_model_name_or_path", None)  # the GGUF file's general.name
-    config.architectures = [type(model).__name__]
-    config.dtype = model.dtype
-    for name, value in config.to_dict().items():
-        if isinstance(value, float):
-            setattr(config, name, _shortest_float32(value))
-    if metadata["ends"]:
-        ends = list(dict.fromkeys(metadata["ends"]))
-        config.eos_token_id = ends[0]
-        model.generation_config.eos_token_id = ends if len(ends) > 1 else ends[0]
-
-
-def _shortest_float32(value: float) -> float:
-    """1e-05 for the 9.999999747378752e-06 that 1e-05 becomes in a GGUF file's 32 bits."""
-    import numpy
-
-    return float(str(numpy.float32(value))) if float(numpy.float32(value)) == value else value
-
-
-def _repair_tokenizer(tokenizer: Any, metadata: dict[str, Any], name: str) -> None:
-    """Give a byte-level vocabulary the splitting it was trained with, and the chat template of the file.
-
-    The file names the splitting in `tokenizer.ggml.pre`. Transformers 5.24 knows some names and treats all others as
-    GPT-2's, which for instance cuts "  12" of the SmolLM family differently from its training.
-    """
-    from tokenizers import pre_tokenizers
-    from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
-
-    pre = metadata["pre"]
-    if metadata["tokenizer"] == "gpt2":
-        if pre in _INDIVIDUAL_DIGITS:
-            tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-                [
-                    pre_tokenizers.Digits(individual_digits=True),
-                    pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True),
-                ]
-            )
-        elif pre not in _GPT2_SPLIT and pre not in GGUF_PRE_TOKENIZER_SPLITS:
-            raise ModelError(
-                f"{name}: the tokenizer's way of splitting text ({pre!r}) is not known, so its tokens would be wrong; "
-                "use the safetensors folder of this model"
-            )
-    if not tokenizer.chat_template and metadata["template"]:
-        tokenizer.chat_template = metadata["template"]
-    if metadata["context"]:
-        tokenizer.model_max_length = int(metadata["context"])
-    tokenizer.clean_up_tokenization_spaces = False
-
-
-def _check_model(model: Any, name: str) -> None:
-    import torch
-
-    for key, tensor in model.state_dict().items():
-        if tensor.is_meta or not torch.isfinite(tensor).all():
-            raise ModelError(f"{name}: tensor {key} is missing or not finite; the file is damaged, fetch it again")
-    tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
-    if bool(model.config.tie_word_embeddings) != tied:
-        raise ModelError(f"{name}: config and weights disagree on tied embeddings; Transformers misread the file")
-
-
-def _check_tokenizer(tokenizer: Any, config: Any, name: str) -> None:
-    if len(tokenizer) > config.vocab_size:
-        raise ModelError(f"{name}: {len(tokenizer)} tokens but only {config.vocab_size} rows of embeddings")
-    for text in _ROUND_TRIPS:
-        back = tokenizer.decode(tokenizer.encode(text, add_special_tokens=False))
-        if back != text:
-            raise ModelError(f"{name}: the converted tokenizer turns {text!r} into {back!r}")
-    ends = [config.eos_token_id] if isinstance(config.eos_token_id, int) else list(config.eos_token_id or [])
-    if not ends or not all(0 <= token < config.vocab_size for token in ends):
-        raise ModelError(f"{name}: no valid end-of-sequence token (got {config.eos_token_id!r})")
 
 
 def _tidy_tokenizer_config(target: Path, config: Any) -> None:
