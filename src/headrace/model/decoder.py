@@ -7,8 +7,10 @@ import torch
 from torch import Tensor, nn
 
 from headrace.core.errors import ModelError
+from headrace.model.arguments import ArgumentTables, Call
 from headrace.model.attention import NAME
 from headrace.model.context import StepContext
+from headrace.model.ends import Head, find_embedding, find_head
 from headrace.model.recorder import LayerRecorder, Recording
 from headrace.model.shape import ModelShape
 
@@ -29,24 +31,42 @@ class Forward:
     positions: Tensor
     step: StepContext
     layer: int
-    calls: list[tuple[tuple[Any, ...], dict[str, Any]]]
+    calls: list[Call]
 
 
 class Decoder:
     """A causal Transformers model, run layer by layer over packed rows. Made by `loader.load`.
 
     Args:
-        model: the `...ForCausalLM` module, in eval mode, weights prepared.
-        layers: its decoder layers, whose places in the model recorders have taken.
+        model: the `...ForCausalLM` module, in eval mode.
+        owner: its part that holds the decoder layers; recorders take their places.
 
     Attributes:
-        shape: its numbers.
+        shape: its numbers, once they are known.
+        layers: the decoder layers.
     """
 
     shape: ModelShape
 
-    def __init__(self, model: nn.Module, layers: list[nn.Module]) -> None:
-        self.model, self.layers = model, layers
+    def __init__(self, model: nn.Module, owner: nn.Module) -> None:
+        self.model, self.owner = model, owner
+        self.layers = install_recorders(owner)
+        self.embedding: nn.Module = model.get_input_embeddings()  # type: ignore[operator]
+        self._tables: ArgumentTables | None = None
+        self._direct: nn.Module | None = None
+        self._head: Head | None = None
+
+    @torch.inference_mode()
+    def shorten(self) -> None:
+        """Take short ways into and out of the layers where they give the same; call when weights are in place."""
+        device = self.embedding.weight.device
+        self._direct = find_embedding(self.model, self._embed, device)
+        try:
+            self._tables = ArgumentTables(self._record_calls, self.shape.max_position, device)
+        except ValueError:
+            self._tables = None  # Learned or token-dependent arguments: the decoder's own forward prepares them.
+        hidden = self._embed(torch.tensor([1, 0, 2, 3], device=device))
+        self._head = find_head(self.model, self.owner, self._finish, hidden)
 
     @torch.inference_mode()
     def begin(self, input_ids: Tensor, positions: Tensor, step: StepContext) -> Forward:
@@ -57,27 +77,28 @@ class Decoder:
             positions: [T] int64, each row's position in its own sequence.
             step: travels to every layer's attention.
         """
-        recording = Recording()
-        self._record(recording, positions, input_ids=input_ids[None])
+        calls = self._tables.calls(positions) if self._tables is not None and self._direct is not None else None
+        if calls is not None and self._direct is not None:
+            return Forward(self._direct(input_ids), positions, step, 0, calls)
+        recording = self._record(Recording(), positions, input_ids=input_ids[None])
         assert recording.hidden is not None
-        return self._forward(recording, recording.hidden[0], positions, step)
+        return Forward(recording.hidden[0], positions, step, 0, recording.calls)
 
     @torch.inference_mode()
     def begin_span(self, hidden: Tensor, positions: Tensor, step: StepContext, layer: int = 0) -> Forward:
         """Go on from another process's hidden states [T, hidden] before layer `layer`."""
-        recording = Recording()
-        self._record(recording, positions, inputs_embeds=self._embedding_like(hidden))
-        return self._forward(recording, hidden, positions, step, layer)
+        calls = self._tables.calls(positions) if self._tables is not None else None
+        return Forward(hidden, positions, step, layer, self._record_calls(positions) if calls is None else calls)
 
     @torch.inference_mode()
     def run(self, fwd: Forward, a: int, b: int) -> None:
         """Run layers [a, b) on `fwd`; `a` must be where it stopped."""
         if a != fwd.layer or not a <= b <= len(self.layers):
             raise ValueError(f"layers [{a}, {b}) asked for, but the forward stands before layer {fwd.layer}")
-        hidden = fwd.hidden[None]
+        hidden, step = fwd.hidden[None], fwd.step
         for index in range(a, b):
             args, kwargs = fwd.calls[index]
-            out = self.layers[index](hidden, *args, headrace=fwd.step, **kwargs)
+            out = self.layers[index](hidden, *args, headrace=step, **kwargs)
             hidden = out[0] if isinstance(out, tuple) else out
         fwd.hidden, fwd.layer = hidden[0], b
 
@@ -90,25 +111,34 @@ class Decoder:
         if fwd.layer != len(self.layers):
             raise ValueError(f"logits asked for, but the forward stands before layer {fwd.layer}")
         final = fwd.hidden.index_select(0, rows)[None]
-        out = self._record(Recording(final=final), fwd.positions[:1], input_ids=rows.new_zeros((1, 1)), whole=True)
-        logits: Tensor = out.logits[0]
-        return logits.float()
+        return (self._head or self._finish)(final)[0].float()
 
-    def _record(self, recording: Recording, positions: Tensor, whole: bool = False, **inputs: Tensor) -> Any:
-        model: Any = self.model if whole else self.model.base_model
-        return model(**inputs, position_ids=positions[None], use_cache=False, **{NAME: recording})
+    def _finish(self, final: Tensor) -> Tensor:
+        """Logits [1, R, vocab] of final hidden states [1, R, hidden] by the model's own forward."""
+        zero = torch.zeros(1, dtype=torch.int64, device=final.device)
+        out = self._forward(Recording(final=final), self.model, zero, input_ids=zero[None])
+        logits: Tensor = out.logits
+        return logits
 
-    def _embedding_like(self, hidden: Tensor) -> Tensor:
-        """The layers' arguments do not depend on it, but its shape must be the embedding's (OPT-350m projects)."""
-        width: int = self.model.get_input_embeddings().weight.shape[1]  # type: ignore[operator]
-        return hidden[None] if hidden.shape[1] == width else hidden.new_zeros((1, hidden.shape[0], width))
+    def _embed(self, input_ids: Tensor) -> Tensor:
+        """What enters the first layer, [1, T, hidden], at positions that would show if they were added."""
+        positions = torch.arange(len(input_ids), device=input_ids.device) + 1
+        hidden = self._record(Recording(), positions, input_ids=input_ids[None]).hidden
+        assert hidden is not None
+        return hidden
 
-    def _forward(
-        self, recording: Recording, hidden: Tensor, positions: Tensor, step: StepContext, layer: int = 0
-    ) -> Forward:
+    def _record_calls(self, positions: Tensor) -> list[Call]:
+        """Each layer's arguments at these positions; they do not depend on tokens (`probe` has made sure)."""
+        return self._record(Recording(), positions, input_ids=torch.zeros_like(positions)[None]).calls
+
+    def _record(self, recording: Recording, positions: Tensor, **inputs: Tensor) -> Recording:
+        self._forward(recording, self.model.base_model, positions, **inputs)
         if len(recording.calls) != len(self.layers):
             raise ModelError(f"the decoder called {len(recording.calls)} of its {len(self.layers)} layers")
-        return Forward(hidden, positions, step, layer, recording.calls)
+        return recording
+
+    def _forward(self, recording: Recording, model: Any, positions: Tensor, **inputs: Tensor) -> Any:
+        return model(**inputs, position_ids=positions[None], use_cache=False, **{NAME: recording})
 
 
 def find_layers(model: nn.Module) -> tuple[nn.Module, nn.ModuleList]:

@@ -78,6 +78,15 @@ def fuse_layer(
     return out
 
 
+def fuse_norm(owner: nn.Module, hidden: Tensor) -> None:
+    """Fuse the norm after the last layer, where the decoder calls it `norm`; hidden [1, T, hidden] to try it on."""
+    norm = getattr(owner, "norm", None)
+    if norm is not None and _kind(norm) == "norm":
+        replacement = _norm(norm, _Trial((hidden,), {}, norm(hidden)))
+        if replacement is not None:
+            owner.norm = replacement
+
+
 def _kind(module: nn.Module) -> str | None:
     names = {name for name, _ in module.named_children()}
     if not names and "RMSNorm" in type(module).__name__ and set(module._parameters) == {"weight"}:

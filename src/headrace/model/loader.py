@@ -12,9 +12,9 @@ from torch import nn
 from headrace.core.errors import ConfigError, ModelError
 from headrace.model import attention, rope
 from headrace.model.attention import AttentionCall
-from headrace.model.decoder import Decoder, find_layers, install_recorders
+from headrace.model.decoder import Decoder, find_layers
 from headrace.model.fingerprint import fingerprint, weights_digest
-from headrace.model.fuse import fuse_layer
+from headrace.model.fuse import fuse_layer, fuse_norm
 from headrace.model.linears import pack_linears
 from headrace.model.memory import MemoryEstimate, estimate, weight_files
 from headrace.model.probe import probe, trial_rows
@@ -69,14 +69,16 @@ def load(
         tell("read", 1.0)
         frozen = rope.freeze(model, config, longest)
         owner, _ = find_layers(model)
-        layers = install_recorders(owner)
-        decoder = Decoder(model, layers)
+        decoder = Decoder(model, owner)
         tell("check", 0.0)
         calls = probe(decoder)
         print_ = fingerprint(digest.result(), config.to_dict(), str(kind).removeprefix("torch."), frozen)
-    decoder.shape = count_shape(model, layers, config, calls, longest, _eos(path, config), print_, target.type == "cpu")
+    decoder.shape = count_shape(
+        model, decoder.layers, config, calls, longest, _eos(path, config), print_, target.type == "cpu"
+    )
     if target.type == "cpu":
         _prepare(decoder, calls, tell)
+    decoder.shorten()
     return decoder
 
 
@@ -91,6 +93,7 @@ def _prepare(decoder: Decoder, calls: list[AttentionCall], tell: Progress) -> No
     for index, layer in enumerate(decoder.layers):
         tell("pack", index / (len(decoder.layers) + 1))
         hidden = fuse_layer(layer, hidden, fwd.calls[index], calls[index], index, weights)
+    fuse_norm(decoder.owner, hidden)
     pack_linears(decoder.model, weights)
     tell("pack", 1.0)
 

@@ -134,7 +134,7 @@ def silu_gate(gate_up, out):  # type: ignore[no-untyped-def]
 
 @_compile("void(float32[:,:,::1], float32[:,:,::1])")
 def gelu_tanh_gate(gate_up, out):  # type: ignore[no-untyped-def]
-    """out = gelu(gate) * up, gelu as x sigmoid(2 sqrt(2/pi) (x + 0.044715 x^3)), its tanh form; shapes as `silu_gate`."""
+    """out = gelu(gate) * up, tanh form x sigmoid(2 sqrt(2/pi) (x + 0.044715 x^3)); shapes as `silu_gate`."""
     width = out.shape[2]
     for b in range(out.shape[0]):
         for t in range(out.shape[1]):
