@@ -1,16 +1,13 @@
 """Token sampling on the CPU: draws and log-probabilities of batches of rows."""
 
-import functools
 from typing import Any, NamedTuple
 
-import numba
 import numpy as np
 import numpy.typing as npt
-from numba import types
 
 from headrace.core.errors import ModelError
 from headrace.kernels import openmp, sampling_rows
-from headrace.kernels.compiled import c_function
+from headrace.kernels.sampling_build import kernels
 from headrace.kernels.sampling_weights import BLOCK, MAX_VOCAB, Floats, Ints
 
 
@@ -52,18 +49,6 @@ class Logprobs(NamedTuple):
     top_values: npt.NDArray[np.float64]
 
 
-@functools.cache
-def _kernels() -> tuple[Any, Any]:
-    return (
-        c_function(
-            types.void(types.CPointer(numba.from_dtype(sampling_rows.SAMPLE_RECORD))), sampling_rows.sample_kernel
-        ),
-        c_function(
-            types.void(types.CPointer(numba.from_dtype(sampling_rows.LOGPROBS_RECORD))), sampling_rows.logprobs_kernel
-        ),
-    )
-
-
 class RowKernels:
     """The kernels with their scratch memory (3 x 4 x V bytes per thread); calls must not overlap.
 
@@ -80,7 +65,7 @@ class RowKernels:
             raise ModelError(f"sampling handles vocabularies of 1 to {MAX_VOCAB} tokens, this model's has {vocab_size}")
         self.threads = openmp.check(threads)
         self._vocab_size = vocab_size
-        self._sample, self._logprobs = _kernels()
+        self._sample, self._logprobs = kernels()
         blocks = -(-vocab_size // BLOCK)
         self._scratch = {
             "weights": np.empty((self.threads, vocab_size), np.float32),

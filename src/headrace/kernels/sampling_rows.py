@@ -166,7 +166,7 @@ def _rank(row, own):  # type: ignore[no-untyped-def]
     """1 + how many logits are strictly larger."""
     larger = np.int32(0)
     for i in range(row.shape[0]):
-        larger += np.int32(row[i] > own)
+        larger = np.int32(larger + np.int32(row[i] > own))
     return np.int32(1) + larger
 
 

@@ -22,7 +22,7 @@ def _tally(weights, n, floor):  # type: ignore[no-untyped-def]
     mass = 0.0
     for i in range(n):
         heavy = weights[i] >= floor
-        count += np.int32(heavy)
+        count = np.int32(count + np.int32(heavy))
         mass += np.float64(weights[i]) if heavy else 0.0
     return np.int64(count), mass
 
@@ -33,9 +33,10 @@ def _gather(weights, peaks, floor, found):  # type: ignore[no-untyped-def]
     n = np.int64(0)
     for block in range(peaks.shape[0]):
         if peaks[block] >= floor:
-            for i in range(block * BLOCK, min(weights.shape[0], block * BLOCK + BLOCK)):
-                found[n] = weights[i]
-                n += np.int64(weights[i] >= floor)
+            span = weights[block * BLOCK :]
+            for i in range(min(BLOCK, span.shape[0])):
+                found[n] = span[i]  # overwritten by the next one unless it counts: no branch to mispredict
+                n += np.int64(span[i] >= floor)
     return n
 
 
@@ -117,14 +118,14 @@ def truncate(weights, total, peaks, top_k, top_p, min_p, found, between):  # typ
 
 
 @njit(fastmath={"reassoc"})
-def _kept_span(weights, start, length, smallest):  # type: ignore[no-untyped-def]
+def _kept_span(weights, length, smallest):  # type: ignore[no-untyped-def]
     """Sum of the weights above `smallest`, and how many equal it."""
     mass = 0.0
     equal = np.int32(0)
     for i in range(length):
-        weight = weights[start + i]
+        weight = weights[i]
         mass += np.float64(weight) if weight > smallest else 0.0
-        equal += np.int32(weight == smallest)
+        equal = np.int32(equal + np.int32(weight == smallest))
     return mass, np.int64(equal)
 
 
@@ -143,9 +144,9 @@ def draw(weights, peaks, smallest, ties, point):  # type: ignore[no-untyped-def]
         start = block * BLOCK
         length = min(BLOCK, weights.shape[0] - start)
         if length == BLOCK:
-            mass, equal = _kept_span(weights, start, BLOCK, smallest)
+            mass, equal = _kept_span(weights[start:], BLOCK, smallest)
         else:
-            mass, equal = _kept_span(weights, start, length, smallest)
+            mass, equal = _kept_span(weights[start:], length, smallest)
         equal = min(equal, ties)
         mass += equal * np.float64(smallest)
         if running + mass <= point:

@@ -54,24 +54,25 @@ def bits_float(_typing: Any, _value: Any) -> Any:
 @njit
 def to_key(value):  # type: ignore[no-untyped-def]
     """An int32 that orders like the float32 `value`, negative ones too."""
+    # Numba widens integer results to int64; the casts keep vectors at 32 bits a lane
     bits = float_bits(value)
-    return bits ^ ((bits >> np.int32(31)) & _MAGNITUDE)
+    return np.int32(bits ^ np.int32(np.int32(bits >> np.int32(31)) & _MAGNITUDE))
 
 
 @njit
 def from_key(key):  # type: ignore[no-untyped-def]
     """The float32 of a `to_key`."""
-    return bits_float(key ^ ((key >> np.int32(31)) & _MAGNITUDE))
+    return bits_float(np.int32(key ^ ((key >> np.int32(31)) & _MAGNITUDE)))
 
 
 @njit
-def _scan_span(row, start, length):  # type: ignore[no-untyped-def]
+def _scan_span(row, length):  # type: ignore[no-untyped-def]
     nan = np.int32(0)
     high = _LOWEST
     for i in range(length):
-        value = row[start + i]
+        value = row[i]
         high = max(high, to_key(value))
-        nan |= np.int32(value != value)
+        nan = np.int32(nan | np.int32(value != value))
     return high, nan
 
 
@@ -84,12 +85,12 @@ def scan(row, keys):  # type: ignore[no-untyped-def]
     whole = row.shape[0] // BLOCK
     best, bad = _LOWEST, np.int32(0)
     for block in range(whole):
-        high, nan = _scan_span(row, block * BLOCK, BLOCK)
+        high, nan = _scan_span(row[block * BLOCK :], BLOCK)
         keys[block] = high
         best = max(best, high)
         bad |= nan
     if whole < keys.shape[0]:
-        high, nan = _scan_span(row, whole * BLOCK, row.shape[0] - whole * BLOCK)
+        high, nan = _scan_span(row[whole * BLOCK :], row.shape[0] - whole * BLOCK)
         keys[whole] = high
         best = max(best, high)
         bad |= nan
@@ -127,17 +128,17 @@ def weigh(row, top, inverse_temperature, weights):  # type: ignore[no-untyped-de
         p = p * f + np.float32(2.4022648e-1)
         p = p * f + np.float32(6.9314720e-1)
         p = p * f + np.float32(1.0)
-        value = bits_float(float_bits(p) + (float_bits(shifted) << np.int32(23)))
+        value = bits_float(np.int32(float_bits(p) + np.int32(float_bits(shifted) << np.int32(23))))
         weights[i] = value if value >= _GRID else (value + _GRID) - _GRID
 
 
 @njit(fastmath={"reassoc"})
-def _sum_span(weights, start, length):  # type: ignore[no-untyped-def]
+def _sum_span(weights, length):  # type: ignore[no-untyped-def]
     mass = 0.0
     high = np.int32(0)
     for i in range(length):
-        mass += np.float64(weights[start + i])
-        high = max(high, float_bits(weights[start + i]))
+        mass += np.float64(weights[i])
+        high = max(high, float_bits(weights[i]))
     return mass, bits_float(high)
 
 
@@ -147,9 +148,9 @@ def sum_blocks(weights, peaks):  # type: ignore[no-untyped-def]
     whole = weights.shape[0] // BLOCK
     total = 0.0
     for block in range(whole):
-        mass, peaks[block] = _sum_span(weights, block * BLOCK, BLOCK)
+        mass, peaks[block] = _sum_span(weights[block * BLOCK :], BLOCK)
         total += mass
     if whole < peaks.shape[0]:
-        mass, peaks[whole] = _sum_span(weights, whole * BLOCK, weights.shape[0] - whole * BLOCK)
+        mass, peaks[whole] = _sum_span(weights[whole * BLOCK :], weights.shape[0] - whole * BLOCK)
         total += mass
     return total

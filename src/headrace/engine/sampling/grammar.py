@@ -12,7 +12,6 @@ from functools import lru_cache
 from pathlib import Path
 
 import llguidance
-import llguidance.hf
 import numpy as np
 import numpy.typing as npt
 
@@ -207,11 +206,13 @@ def _load_tokenizer(
     eos = list(eos_token_ids) if eos_token_ids else None
     try:
         if not file.is_file():
+            from llguidance.hf import from_tokenizer  # imports transformers
             from transformers import AutoTokenizer
 
             tokenizer = AutoTokenizer.from_pretrained(path)
             size = max(vocab_size or 0, len(tokenizer))
-            return llguidance.hf.from_tokenizer(tokenizer, n_vocab=size, eos_token=eos)
+            wrapped: llguidance.LLTokenizer = from_tokenizer(tokenizer, n_vocab=size, eos_token=eos)
+            return wrapped
         description = json.loads(file.read_text("utf-8"))
         description["truncation"] = description["padding"] = None
         text = json.dumps(description)
