@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from headrace.core.errors import ModelError
+from headrace.model.gguf_header import read_header
 
 _INDIVIDUAL_DIGITS = {"smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"}
 _GPT2_SPLIT = {"gpt-2", "phi-2", "olmo", "mpt", "jais", "trillion"}
+_USER_DEFINED = 4  # llama.cpp's type of such a token
 _ROUND_TRIPS = ("Hello, world!", "I'm the 1st of  1024\n\n\tlines.", "naïve façade: 日本語 \U0001f600")
 
 
@@ -20,40 +22,27 @@ def read_metadata(source: Path) -> dict[str, Any]:
     Raises:
         ModelError: it is no whole GGUF file, or holds no language model.
     """
-    import gguf
-
-    try:
-        reader = gguf.GGUFReader(str(source))
-    except (ValueError, OSError, IndexError, OverflowError) as error:
-        raise ModelError(f"{source} is not a whole GGUF file: {error}") from error
-
-    def value(key: str, default: Any = None) -> Any:
-        entry = reader.get_field(key)
-        return default if entry is None else entry.contents()
-
-    architecture = value("general.architecture")
-    tokens = reader.get_field("tokenizer.ggml.tokens")
-    if architecture is None or tokens is None:
+    header = read_header(source)
+    found = header.metadata
+    architecture, tokens = found.get("general.architecture"), found.get("tokenizer.ggml.tokens")
+    if architecture is None or not tokens:
         raise ModelError(f"{source.name} holds no language model: it names no architecture or has no vocabulary")
-    kinds = value("tokenizer.ggml.token_type", [])
-    spellings = tokens.contents() if gguf.TokenType.USER_DEFINED in kinds else []
+    kinds = found.get("tokenizer.ggml.token_type", [])
     return {
         "architecture": architecture,
-        "parameters": sum(int(tensor.n_elements) for tensor in reader.tensors),
-        "tokenizer": value("tokenizer.ggml.model"),
-        "pre": value("tokenizer.ggml.pre"),
+        "parameters": header.parameters,
+        "tokenizer": found.get("tokenizer.ggml.model"),
+        "pre": found.get("tokenizer.ggml.pre"),
         "user_defined": {
-            token: text
-            for token, (text, kind) in enumerate(zip(spellings, kinds, strict=False))
-            if kind == gguf.TokenType.USER_DEFINED
+            token: text for token, (text, kind) in enumerate(zip(tokens, kinds, strict=False)) if kind == _USER_DEFINED
         },
-        "template": value("tokenizer.chat_template"),
-        "context": value(f"{architecture}.context_length"),
+        "template": found.get("tokenizer.chat_template"),
+        "context": found.get(f"{architecture}.context_length"),
         # A chat model ends a turn with another token than a text (Llama 3: <|eot_id|>); both end a generation.
         "ends": [
             int(token)
             for key in ("eos", "eot", "eom")
-            if (token := value(f"tokenizer.ggml.{key}_token_id")) is not None
+            if (token := found.get(f"tokenizer.ggml.{key}_token_id")) is not None
         ],
     }
 
