@@ -223,6 +223,24 @@ def test_garbage_is_refused_or_served(world, kind, text):
         assert (result.tokens[0] >= 0) == (not result.errors)
 
 
+def test_a_grammar_that_outgrows_a_limit_ends_its_own_request(world):
+    sampler, _, _ = world
+    text = "start: " + " | ".join(f'"{i}" start' for i in range(5000)) + ' | "a"'
+    params = SamplingParams(temperature=0, grammar=GrammarSpec("lark", text))
+    free = SamplingParams(temperature=0)
+    state, output, errors = sampler.open(params, [1]), [], {}
+    for _ in range(5):
+        logits = torch.randn(2, VOCAB)
+        result = sampler.sample(logits.clone(), [row(params, state, output=output), row(free, sampler.open(free, [1]))])
+        assert result.tokens[1] == logits[1].argmax()
+        errors |= result.errors
+        output.append(int(result.tokens[0]))
+        if errors:
+            break
+    assert list(errors) == [0]
+    assert "max is" in errors[0]
+
+
 def test_a_tokenizer_that_cannot_be_used_is_a_refusal(tmp_path):
     (tmp_path / "tokenizer.json").write_text('{"model": {}}')
     sampler = Sampler(VOCAB, [EOS], str(tmp_path), 1)

@@ -23,6 +23,8 @@ _MAX_MESSAGE = 300
 _KEPT_GRAMMARS = 64
 _JSON = {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,32}"}  # bounded, or a weak model indents without end
 
+_LIMITS = ("ParserTooComplex", "LexerTooComplex", "InternalError")
+
 Bitmask = npt.NDArray[np.int32]
 
 
@@ -144,9 +146,11 @@ class Matcher:
     @property
     def error(self) -> str | None:
         """Why no token can follow, or None."""
-        if self._misplaced is not None:
-            return f"token {self._misplaced} of the text so far does not fit it"
-        return _one_line(self.state.get_error()) if self.state.is_error() else None
+        if self._misplaced is None and not self.state.is_error():
+            return None
+        if self._misplaced is not None and self.state.stop_reason() not in _LIMITS:
+            return f"token {self._misplaced} of the text so far does not fit"
+        return _one_line(self.state.get_error())
 
 
 def _to_llguidance(spec: GrammarSpec) -> str:

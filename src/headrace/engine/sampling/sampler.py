@@ -113,7 +113,7 @@ class Sampler:
         for r, matcher, mask in zip(constrained, matchers, masks, strict=True):
             error = matcher.error
             if error is not None:
-                errors[r] = f"the grammar allows no token at position {rows[r].position}: {error}"
+                errors[r] = f"the grammar cannot go on at position {rows[r].position}: {error}"
             state = rows[r].state
             if len(rows[r].output) < state.min_tokens:
                 shorter = mask.copy()
