@@ -52,6 +52,7 @@ class Decoder:
         self.model, self.owner = model, owner
         self.layers = install_recorders(owner)
         self.embedding: nn.Module = model.get_input_embeddings()  # type: ignore[operator]
+        self.device: torch.device = next(model.parameters()).device
         self._tables: ArgumentTables | None = None
         self._direct: nn.Module | None = None
         self._head: Head | None = None
@@ -59,7 +60,7 @@ class Decoder:
     @torch.inference_mode()
     def shorten(self) -> None:
         """Take short ways into and out of the layers where they give the same; call when weights are in place."""
-        device = self.embedding.weight.device
+        device = self.device
         self._direct = find_embedding(self.model, self._embed, device)
         try:
             self._tables = ArgumentTables(self._record_calls, self.shape.max_position, device)

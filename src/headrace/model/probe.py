@@ -17,7 +17,7 @@ def probe(decoder: Decoder) -> list[AttentionCall]:
     arguments depend on anything but positions, or if the numbers come out not finite.
     """
     name = type(decoder.model).__name__
-    device = decoder.embedding.weight.device
+    device = decoder.device
     positions = torch.arange(3, device=device)
     step = Probe()
     fwd = decoder.begin(torch.tensor([1, 0, 2], device=device), positions, step)
@@ -43,7 +43,7 @@ def probe(decoder: Decoder) -> list[AttentionCall]:
 @torch.inference_mode()
 def trial_rows(decoder: Decoder) -> Forward:
     """A few rows at scattered positions, before the first layer, to try a layer's replacements on."""
-    device = decoder.embedding.weight.device
+    device = decoder.device
     last = decoder.shape.max_position - 1
     positions = torch.tensor([0, 1, 2, 7, last // 2, last], device=device).clamp(max=last)
     return decoder.begin(torch.arange(6, device=device) % decoder.shape.vocab_size, positions, Probe())
