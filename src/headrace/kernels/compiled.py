@@ -18,7 +18,7 @@ from numba.core import config
 from headrace.core import paths
 
 
-_SOURCES = ("vectors.py", "memory.py", "tiles.py", "paged.py")
+_SOURCES = ("vectors.py", "memory.py", "tiles.py", "tile_rows.py", "paged.py", "paged_write.py")
 
 
 @functools.cache

@@ -16,7 +16,7 @@ from llvmlite import binding
 from numba import types
 
 from headrace.core.errors import ConfigError
-from headrace.kernels import openmp, paged
+from headrace.kernels import openmp, paged, paged_write
 from headrace.kernels.attention import Planes, check_plan
 from headrace.kernels.compiled import c_function
 from headrace.kernels.workplan import NumbaStep, cut
@@ -42,8 +42,8 @@ def _attend(element: Any, lanes: int, strips: int) -> tuple[Any, np.dtype[Any]]:
 
 @functools.cache
 def _write(element: Any) -> tuple[Any, np.dtype[Any]]:
-    record = paged.write_record(element)
-    return c_function(types.void(types.CPointer(numba.from_dtype(record))), paged.write_kernel), record
+    record = paged_write.write_record(element)
+    return c_function(types.void(types.CPointer(numba.from_dtype(record))), paged_write.write_kernel), record
 
 
 def _element(planes: Planes) -> tuple[str, Any]:
@@ -56,7 +56,7 @@ def _element(planes: Planes) -> tuple[str, Any]:
 
 
 def _address(array: Planes) -> int:
-    return array.data_ptr() if isinstance(array, torch.Tensor) else array.ctypes.data
+    return array.data_ptr() if isinstance(array, torch.Tensor) else int(array.__array_interface__["data"][0])
 
 
 def _strides(planes: Planes) -> tuple[int, int, int]:
@@ -73,6 +73,24 @@ def _rows(x: torch.Tensor) -> torch.Tensor:
     x = x.detach()
     x = x if x.dtype == torch.float32 else x.float()
     return x if x.stride(-1) == 1 else x.contiguous()
+
+
+class _Call:
+    """A prepared argument of the attention kernel and the memory it points to."""
+
+    def __init__(
+        self,
+        kernel: int,
+        argument: npt.NDArray[Any],
+        tickets: npt.NDArray[np.int64],
+        held: tuple[npt.NDArray[Any], ...],
+    ) -> None:
+        self.kernel = kernel
+        self.argument = argument
+        self.address = argument.ctypes.data
+        self.pointers = argument.view(np.uint8)[: 4 * 8].view(np.int64)
+        self.tickets = tickets
+        self.held = held
 
 
 class NumbaAttention:
@@ -170,47 +188,65 @@ class NumbaAttention:
         """See `AttentionBackend.attend`."""
         dtype = q.dtype
         q = _rows(q)
+        if not step.rows:
+            return torch.empty(q.shape, dtype=dtype)
+        # What is the same in all layers (mostly) is prepared once; a call then fills in addresses.
+        key = (q.shape, q.stride(), k_planes.shape, v_planes.shape, k_planes.dtype, scale, window, softcap)
+        call = step.calls.get(key)
+        if call is None:
+            call = step.calls[key] = self._prepare(step, q, k_planes, v_planes, scale, window, softcap)
+        out = torch.empty(q.shape, dtype=torch.float32)
+        call.pointers[:] = q.data_ptr(), out.data_ptr(), _address(k_planes), _address(v_planes)
+        call.tickets[:] = 0
+        openmp.run(call.kernel, call.address, self.threads)
+        return out if dtype == torch.float32 else out.to(dtype)
+
+    def _prepare(
+        self,
+        step: NumbaStep,
+        q: torch.Tensor,
+        k_planes: Planes,
+        v_planes: Planes,
+        scale: float,
+        window: int | None,
+        softcap: float | None,
+    ) -> _Call:
+        """The kernel's argument but for the addresses of q, out, K and V."""
         kv_heads, _pages, dim, page_size = k_planes.shape
-        if q.shape != (step.rows, kv_heads * step.group, dim):
+        heads = kv_heads * step.group
+        if q.shape != (step.rows, heads, dim):
             raise ValueError(
                 f"q {tuple(q.shape)} does not fit {step.rows} rows of {kv_heads}x{step.group} heads x {dim}"
             )
-        out = torch.empty(q.shape, dtype=torch.float32)
-        if not step.rows:
-            return out.to(dtype)
         if step.block_tables.shape[1] * page_size < step.longest:
             raise ValueError(f"block tables of {step.block_tables.shape[1]} pages do not hold {step.longest} tokens")
         kernel, record = self._attend_for(page_size, _element(k_planes)[1])
         lanes, strips = record["kv"].shape
         padded = v_planes.shape[3]
-        row = padded + 2
-        tile_rows = int(step.tiles[:, 2].max()) * step.group
-        scratch_step = 16 * (paged.SEGMENT // lanes + 2 * strips) + 64
-        scratch_step += 4 * (paged.ROWS * (paged.SEGMENT + padded) + tile_rows * (padded + row))
-        scratch_step = -(-scratch_step // 128) * 128
+        row = padded + paged.STATS
+        scratch_step = paged.scratch_bytes(lanes, strips, padded, int(step.tiles[:, 2].max()) * step.group)
         scratch = step.buffer("scratch", self.threads * scratch_step + 64, np.uint8)
-        partials = step.buffer("partials", step.partial_rows * kv_heads * step.group * row, np.float32)
+        partials = step.buffer("partials", step.partial_rows * heads * row, np.float32)
         finished = step.buffer("finished", len(step.tiles) * kv_heads, np.int64)
-        tickets = np.zeros(16, np.int64)
-
         argument = np.zeros(1, record)
+        tickets = np.zeros(16, np.int64)
         a = argument[0]
         a["tickets"], a["work"], a["tiles"] = tickets.ctypes.data, step.work.ctypes.data, step.tiles.ctypes.data
         a["finished"], a["tables"] = finished.ctypes.data, step.block_tables.ctypes.data
         a["partials"], a["scratch"] = partials.ctypes.data, -(-scratch.ctypes.data // 64) * 64
-        a["q"], a["out"], a["k"], a["v"] = q.data_ptr(), out.data_ptr(), _address(k_planes), _address(v_planes)
         a["items"], a["table_step"] = len(step.work) * kv_heads, step.block_tables.shape[1]
-        a["q_row"], a["q_head"], a["out_row"], a["out_head"] = (4 * s for x in (q, out) for s in x.stride()[:2])
+        a["q_row"], a["q_head"] = 4 * q.stride(0), 4 * q.stride(1)
+        a["out_row"], a["out_head"] = 4 * heads * dim, 4 * dim
         a["k_head"], a["k_page"], a["item_size"] = _strides(k_planes)
         a["v_head"], a["v_page"], _ = _strides(v_planes)
-        a["page_size"], a["dim"], a["padded"], a["group"], a["kv_heads"] = page_size, dim, padded, step.group, kv_heads
+        a["page_shift"], a["dim"], a["padded"] = page_size.bit_length() - 1, dim, padded
+        a["group"], a["kv_heads"] = step.group, kv_heads
         a["window"] = window or 1 << 30
         a["scratch_step"] = scratch_step
         # Softmax in powers of two; tanh wants its argument before the cap.
         a["q_scale"] = scale / softcap if softcap else scale * _LOG2_E
         a["cap"] = softcap * _LOG2_E if softcap else 0.0
-        openmp.run(kernel.address, argument.ctypes.data, self.threads)
-        return out if dtype == torch.float32 else out.to(dtype)
+        return _Call(kernel.address, argument, tickets, (scratch, partials, finished))
 
     def read_pages(
         self, k_planes: Planes, v_planes: Planes, pages: npt.NDArray[np.int64]

@@ -26,7 +26,7 @@ def _team() -> Callable[[int, int, int, int], None]:
     """
     if "ATen parallel backend: OpenMP" not in torch.__config__.parallel_info():
         raise ConfigError("this torch build runs without OpenMP; install the wheel from PyPI or use --threads 1")
-    for path in _loaded_runtimes():
+    for path in loaded_runtimes():
         try:
             start = ctypes.CDLL(path, mode=ctypes.RTLD_LOCAL).GOMP_parallel
         except (OSError, AttributeError):
@@ -37,7 +37,7 @@ def _team() -> Callable[[int, int, int, int], None]:
     raise ConfigError("found no OpenMP runtime with GOMP_parallel in this process; use --threads 1")
 
 
-def _loaded_runtimes() -> list[str]:
+def loaded_runtimes() -> list[str]:
     """Files of the OpenMP runtimes in this process, torch's own first."""
     with open("/proc/self/maps", encoding="utf-8") as maps:
         files = {line.split(maxsplit=5)[-1].strip() for line in maps}
@@ -47,10 +47,15 @@ def _loaded_runtimes() -> list[str]:
     return sorted(found, key=lambda file: (f"{torch.__path__[0]}/" not in file, file))
 
 
+@functools.cache
+def _serial(kernel: int) -> Callable[[int], None]:
+    return _Kernel(kernel)
+
+
 def run(kernel: int, argument: int, threads: int) -> None:
     """Enters the C function at address `kernel` with `argument` on `threads` threads and waits for all of them."""
     if threads == 1:
-        _Kernel(kernel)(argument)
+        _serial(kernel)(argument)
     else:
         _team()(kernel, argument, threads, 0)
 

@@ -34,11 +34,12 @@ def _accumulate(builder: Any, v: Vectors, cells: list[list[Any]], factors: list[
 
 
 def _prefetch(builder: Any, address: Any) -> None:
+    """Fetches a line into the second-level cache: the first level has too few fills in flight to cover memory's latency."""
     pointer = ir.IntType(8).as_pointer()
     function = builder.module.declare_intrinsic(
         "llvm.prefetch.p0", (), ir.FunctionType(ir.VoidType(), [pointer, I32, I32, I32])
     )
-    builder.call(function, [builder.inttoptr(address, pointer), I32(0), I32(3), I32(1)])
+    builder.call(function, [builder.inttoptr(address, pointer), I32(0), I32(2), I32(1)])
 
 
 @intrinsic(prefer_literal=True)
@@ -121,7 +122,7 @@ def weigh_tile(
     """
     if not isinstance(rows, types.IntegerLiteral) or not isinstance(columns, types.IntegerLiteral):
         return None
-    lanes, _count = kv.shape
+    lanes, count = kv.shape
     m, n = rows.literal_value, columns.literal_value
     size = 4 if kv.dtype == FLOAT32 else 2
 
@@ -139,7 +140,7 @@ def weigh_tile(
             high = _smaller(builder, builder.sub(last, start), width)
             slot = builder.add(strips, builder.mul(strip, I64(8)))
             base = builder.add(_load_i64(builder, slot, 0), offset)
-            ahead = builder.add(_load_i64(builder, slot, 1), offset)
+            ahead = builder.add(_load_i64(builder, slot, count), offset)
             with cgutils.for_range(builder, high, start=low) as loop:
                 token = loop.index
                 step = builder.mul(token, v_step)

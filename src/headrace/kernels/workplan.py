@@ -30,8 +30,9 @@ class NumbaStep:
         tiles: `[tiles, 6]`: sequence, first packed row, tokens, position of the first, segments, first partial row.
         work: `[entries, 3]`: tile, segment or -1 for all of them, unused; in falling order of cost. Each is done per kv head.
         partial_rows: rows of partial results per head.
-        needed_pages: entries that each block table must have, in tokens.
+        longest: tokens of the longest context.
         buffers: scratch memory, made when the head sizes are known.
+        calls: prepared kernel arguments, by what they depend on.
     """
 
     rows: int
@@ -43,6 +44,7 @@ class NumbaStep:
     partial_rows: int
     longest: int
     buffers: dict[str, npt.NDArray[Any]] = field(default_factory=dict)
+    calls: dict[Any, Any] = field(default_factory=dict)
 
     def buffer(self, name: str, size: int, dtype: Any) -> npt.NDArray[Any]:
         """A zeroed array of at least `size` elements that lives as long as the step."""
