@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from tokenizers.processors import TemplateProcessing
-from vocabularies import byte_level, save, sentencepiece
+from vocabularies import byte_level, save_tokenizer, sentencepiece
 
 from headrace.core.errors import InvalidRequest, ModelError
 from headrace.core.sampling import SamplingParams
@@ -43,7 +43,7 @@ TOOLS = [{"type": "function", "function": {"name": "f", "description": "ä<b>", 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save(byte_level(), tmp_path_factory.mktemp("model"))
+    return save_tokenizer(byte_level(), tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="module")
@@ -91,7 +91,7 @@ def test_begin_token_follows_the_tokenizer_file(tmp_path: Path, setting: dict[st
     fast = sentencepiece()
     if processor:
         fast.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
-    save(fast, tmp_path)
+    save_tokenizer(fast, tmp_path)
     names = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", **names, **setting}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))

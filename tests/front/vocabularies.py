@@ -63,7 +63,7 @@ def wordpiece() -> Tokenizer:
     return tokenizer
 
 
-def save(tokenizer: Tokenizer, folder: Path) -> Path:
+def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> Path:
     """A model folder with everything the front reads."""
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(folder / "tokenizer.json"))
