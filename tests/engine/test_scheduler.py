@@ -5,6 +5,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scheduler_world import PAGE, World, answer
 
+from headrace.engine.scheduler import StepResult
+
 
 def test_one_request_is_prefilled_in_chunks_and_decoded() -> None:
     world = World(budget=5)
@@ -296,3 +298,18 @@ def test_any_mix_yields_the_right_tokens_and_leaks_nothing(
     assert world.allocator.used == 0
     counters = world.scheduler.counters
     assert counters.computed_tokens <= world.computed
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_failed_sequence_ends_alone(depth: int) -> None:
+    world = World(depth=depth, budget=4)
+    world.add("bad", list(range(12)))
+    good = world.add("good", [1, 2, 3])
+    for _ in range(depth):
+        world.submit()
+    plan = world.flight.popleft()
+    world._record(world.scheduler.complete(plan.id, StepResult({}, errors={"bad": "not a number"})))
+    world.drain()
+    assert world.finished["bad"] == "error"
+    assert world.outputs["good"] == answer(good)
+    assert world.allocator.used == 0

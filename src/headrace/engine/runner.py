@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from headrace.core.errors import ModelError
 from headrace.core.events import TokenLogprob
 from headrace.core.plan import StepPlan
 from headrace.engine.attention_step import AttentionStep
@@ -116,9 +117,9 @@ class Runner:
 
     def _sample(self, item: InFlight, states: Callable[[str], RowState]) -> StepOutput:
         batch = item.batch
-        prompt_logprobs = self._prompt_logprobs(item)
+        prompt_logprobs, errors = self._prompt_logprobs(item)
         if not len(batch.sample_rows):
-            return StepOutput(item.plan, StepResult({}), prompt_logprobs=prompt_logprobs)
+            return StepOutput(item.plan, StepResult({}, errors=errors), prompt_logprobs=prompt_logprobs)
         logits = self._logits(item, batch.sample_rows)
         rows = []
         for row, chunk in zip(batch.sample_rows.tolist(), batch.sampled.tolist(), strict=True):
@@ -142,15 +143,17 @@ class Runner:
             entry = sampled.logprobs[i]
             if entry is not None:
                 logprobs.setdefault(seq_id, []).append(entry)
-        errors = {batch.sequences[int(batch.sampled[i])].id: text for i, text in sampled.errors.items()}
+        errors |= {batch.sequences[int(batch.sampled[i])].id: text for i, text in sampled.errors.items()}
         return StepOutput(item.plan, StepResult(tokens, errors=errors), logprobs, prompt_logprobs)
 
     def _logits(self, item: InFlight, rows: "np.ndarray[tuple[int], np.dtype[np.int64]]") -> Tensor:
         return self._decoder.logits(item.forward, torch.from_numpy(rows))
 
-    def _prompt_logprobs(self, item: InFlight) -> dict[str, list[TokenLogprob]]:
-        """Log-probabilities of the prompt tokens that follow this step's rows, the head a few rows at a time."""
+    def _prompt_logprobs(self, item: InFlight) -> tuple[dict[str, list[TokenLogprob]], dict[str, str]]:
+        """Log-probabilities of the prompt tokens that follow this step's rows, the head a few rows at a time; and
+        what went wrong, by sequence."""
         found: dict[str, list[TokenLogprob]] = {}
+        errors: dict[str, str] = {}
         batch: StepBatch = item.batch
         for i, seq in enumerate(batch.sequences):
             top = seq.request.params.prompt_logprobs
@@ -159,11 +162,13 @@ class Runner:
             last = min(last, first + seq.prompt_length - 1 - start)
             if top is None or last <= first:
                 continue
-            entries = []
-            for a in range(first, last, HEAD_ROWS):
-                b = min(a + HEAD_ROWS, last)
-                following = seq.tokens[start + a - first + 1 : start + b - first + 1]
-                logits = self._logits(item, np.arange(a, b, dtype=np.int64))
-                entries += self._sampler.prompt_logprobs(logits, following, top)
-            found[seq.id] = entries
-        return found
+            entries = found[seq.id] = []
+            try:
+                for a in range(first, last, HEAD_ROWS):
+                    b = min(a + HEAD_ROWS, last)
+                    following = seq.tokens[start + a - first + 1 : start + b - first + 1]
+                    logits = self._logits(item, np.arange(a, b, dtype=np.int64))
+                    entries += self._sampler.prompt_logprobs(logits, following, top)
+            except ModelError as error:  # not a number: this request ends, the others go on
+                errors[seq.id] = str(error)
+        return found, errors

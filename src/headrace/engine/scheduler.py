@@ -239,13 +239,10 @@ class Scheduler:
             seq.in_flight -= 1
             seq.computed = chunk.end
             self._index_pages(seq)
-            if chunk.seq in result.errors:
-                self._finish(seq, "error")
-                progress.append(Progress(seq, finish="error", error=result.errors[chunk.seq]))
-            elif seq.doomed is not None:
-                if not seq.in_flight:
-                    self._finish(seq, seq.doomed)
-                    progress.append(Progress(seq, finish=seq.doomed))
+            if chunk.seq in result.errors and seq.doomed is None:
+                seq.doomed, seq.error = "error", result.errors[chunk.seq]
+            if seq.doomed is not None:
+                progress += self._end_doomed(seq)
             elif chunk.sample:
                 progress.append(self._take(seq, result.tokens[chunk.seq]))
         return progress
@@ -259,9 +256,8 @@ class Scheduler:
             seq = self._sequences[chunk.seq]
             seq.in_flight -= 1
             seq.scheduled = min(seq.scheduled, chunk.start)
-            if seq.doomed is not None and not seq.in_flight:
-                self._finish(seq, seq.doomed)
-                progress.append(Progress(seq, finish=seq.doomed))
+            if seq.doomed is not None:
+                progress += self._end_doomed(seq)
         return progress
 
     def check(self) -> None:
@@ -433,6 +429,13 @@ class Scheduler:
                 self._finish(seq, "length")
                 return Progress(seq, taken, "length")
         return Progress(seq, taken)
+
+    def _end_doomed(self, seq: Sequence) -> list[Progress]:
+        """End a sequence that was aborted or failed, unless another plan still holds it."""
+        if seq.in_flight or seq.doomed is None:
+            return []
+        self._finish(seq, seq.doomed)
+        return [Progress(seq, finish=seq.doomed, error=seq.error)]
 
     def _index_pages(self, seq: Sequence) -> None:
         """Enter the pages that are complete now."""

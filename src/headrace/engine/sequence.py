@@ -27,7 +27,8 @@ class Sequence:
         indexed: pages already entered into the prefix index (or found there).
         in_flight: plans not yet complete that hold this sequence.
         cached_tokens: prompt tokens found in the prefix index at the first admission; -1 before it.
-        doomed: the finish reason to take as soon as nothing is in flight (set by an abort).
+        doomed: the finish reason to take as soon as nothing is in flight (set by an abort or an error).
+        error: what went wrong, with finish `error`.
     """
 
     __slots__ = (
@@ -35,6 +36,7 @@ class Sequence:
         "cached_tokens",
         "computed",
         "doomed",
+        "error",
         "hashes",
         "in_flight",
         "indexed",
@@ -69,6 +71,7 @@ class Sequence:
         self.cached_tokens = -1
         self.state: SequenceState = "waiting"
         self.doomed: FinishReason | None = None
+        self.error: str | None = None
 
     @property
     def id(self) -> str:
