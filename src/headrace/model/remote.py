@@ -4,6 +4,7 @@
 """
 
 import re
+import shutil
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -108,19 +109,19 @@ def cached() -> list[CachedRepo]:
 
 
 def remove(name: str) -> int:
-    """Delete all revisions of a repository from the cache; returns the bytes freed."""
+    """Delete all revisions of a repository from the cache; returns the bytes freed.
+
+    Goes by the repository's folder as the library's scan gives it: the library's own deletion goes by commit hash, which
+    a repository shares with its duplicates.
+    """
     import huggingface_hub
 
-    found = huggingface_hub.scan_cache_dir()
-    hashes = [
-        revision.commit_hash
-        for repo in found.repos
-        if repo.repo_type == "model" and repo.repo_id == name
-        for revision in repo.revisions
-    ]
-    deletion = found.delete_revisions(*hashes)
-    deletion.execute()
-    return int(deletion.expected_freed_size)
+    freed = 0
+    for repo in huggingface_hub.scan_cache_dir().repos:
+        if repo.repo_type == "model" and repo.repo_id == name:
+            shutil.rmtree(repo.repo_path)
+            freed += int(repo.size_on_disk)
+    return freed
 
 
 def _bar(progress: ProgressCallback | None, started: float) -> Any:
