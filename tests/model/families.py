@@ -77,7 +77,9 @@ def save(name: str, folder: Path, dtype: torch.dtype = torch.float32, **override
     return folder
 
 
-def reference_logits(folder: Path, sequences: list[list[int]], dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
+def reference_logits(
+    folder: Path, sequences: list[list[int]], dtype: torch.dtype = torch.float32
+) -> list[torch.Tensor]:
     """Plain Transformers, eager attention: logits [T, vocab] float32 of each sequence alone."""
     from transformers import AutoModelForCausalLM
 

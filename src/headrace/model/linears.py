@@ -10,31 +10,47 @@ from headrace.model.release import Weights
 #: Rows that oneDNN lays the weight out for; 8 to 512 give the same layout and rate, 1 is slower from 8 rows on.
 _ROWS_HINT = 64
 
-#: Fewer output columns than this are not worth packing (routers, tiny projections).
-PACKABLE = (torch.float32, torch.bfloat16, torch.float16)
+_TYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 _linear = torch.ops.mkldnn._linear_pointwise.default
 
 
+def can_pack(dtype: torch.dtype) -> bool:
+    """Whether oneDNN computes in this type on this CPU; otherwise torch's plain linear is the way."""
+    if dtype == torch.bfloat16:
+        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    if dtype == torch.float16:
+        return bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
+    return dtype == torch.float32
+
+
 class PackedLinear(nn.Module):
-    """y = x W^T + b with W packed for oneDNN; x [..., in] -> [..., out], on CPU."""
+    """y = x W^T + b with W packed for oneDNN where the CPU computes in its type; x [..., in] -> [..., out], on CPU."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         super().__init__()
         self.out_features, self.in_features = weight.shape
         self.bits = weight.dtype.itemsize * 8
-        self.packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach().contiguous(), _ROWS_HINT)
+        self.is_packed = can_pack(weight.dtype)
+        weight = weight.detach()
+        self.packed = (
+            torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), _ROWS_HINT)
+            if self.is_packed
+            else weight.clone()  # The original's pages are given back.
+        )
         self.bias = None if bias is None else bias.detach().clone()
 
     def forward(self, x: Tensor) -> Tensor:
         """Plain linear."""
-        out: Tensor = _linear(x, self.packed, self.bias, "none", [], "")
-        return out
+        if self.is_packed:
+            out: Tensor = _linear(x, self.packed, self.bias, "none", [], "")
+            return out
+        return nn.functional.linear(x, self.packed, self.bias)
 
 
 def is_plain(module: nn.Module | None) -> bool:
     """Whether this is exactly torch's linear over a float weight, not a quantised or adapted one."""
-    return type(module) is nn.Linear and module.weight.dtype in PACKABLE
+    return type(module) is nn.Linear and module.weight.dtype in _TYPES
 
 
 def stack(linears: Sequence[nn.Linear]) -> PackedLinear:

@@ -7,10 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from headrace.core.errors import ConfigError, ModelError
-from headrace.model import attention, rope
+from headrace.model import rope
 from headrace.model.attention import AttentionCall
 from headrace.model.decoder import Decoder, find_layers
 from headrace.model.fingerprint import fingerprint, weights_digest
@@ -18,8 +17,9 @@ from headrace.model.fuse import fuse_layer, fuse_norm
 from headrace.model.linears import pack_linears
 from headrace.model.memory import MemoryEstimate, estimate, weight_files
 from headrace.model.probe import probe, trial_rows
+from headrace.model.reading import read_model
 from headrace.model.release import Weights
-from headrace.model.shape import count_experts, count_shape
+from headrace.model.shape import count_shape
 from headrace.model.support import check_config
 
 __all__ = ["MemoryEstimate", "estimate", "load"]
@@ -65,7 +65,7 @@ def load(
     with ThreadPoolExecutor(1, "digest") as pool:
         digest = pool.submit(weights_digest, weight_files(path))
         tell("read", 0.0)
-        model = _read(path, config, kind, target)
+        model = read_model(path, config, kind, target)
         tell("read", 1.0)
         frozen = rope.freeze(model, config, longest)
         owner, _ = find_layers(model)
@@ -152,36 +152,3 @@ def _eos(path: Path, config: Any) -> tuple[int, ...]:
     if ids is None:
         return ()
     return tuple(ids) if isinstance(ids, list | tuple) else (int(ids),)
-
-
-def _read(path: Path, config: Any, dtype: torch.dtype, device: torch.device) -> nn.Module:
-    from transformers import AutoModelForCausalLM
-    from transformers.utils import logging
-
-    attention.register()
-    extra: dict[str, Any] = {"device_map": device} if device.type == "cuda" else {}
-    if count_experts(config):
-        extra["experts_implementation"] = "grouped_mm"
-    bars = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
-        model: nn.Module = AutoModelForCausalLM.from_pretrained(
-            path,
-            config=config,
-            dtype=dtype,
-            attn_implementation=attention.NAME,
-            local_files_only=True,
-            **extra,
-        )
-    except (ValueError, ImportError, RuntimeError, KeyError, OSError, NotImplementedError) as error:
-        method = getattr(getattr(config, "quantization_config", None), "get", lambda _: None)("quant_method")
-        what = (
-            f"its {method} quantisation cannot be run here"
-            if method
-            else f"Transformers cannot load {config.model_type}"
-        )
-        raise ModelError(f"{path}: {what}: {str(error).splitlines()[0]}") from error
-    finally:
-        if bars:
-            logging.enable_progress_bar()
-    return model.eval().requires_grad_(False)
