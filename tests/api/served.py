@@ -59,13 +59,21 @@ class Served:
 
     def wait(self, condition: Callable[[], bool], seconds: float = 10.0) -> None:
         """Until the condition holds, looked at on the server's loop after each of its turns."""
+        done: Future[None] = Future()
 
-        async def until() -> None:
-            async with asyncio.timeout(seconds):
-                while not condition():
-                    await asyncio.sleep(0.002)
+        def look() -> None:
+            if done.cancelled():
+                return
+            if condition():
+                done.set_result(None)
+            else:
+                self.loop.call_later(0.002, look)
 
-        asyncio.run_coroutine_threadsafe(until(), self.loop).result()
+        self.loop.call_soon_threadsafe(look)
+        try:
+            done.result(seconds)
+        finally:
+            done.cancel()
 
     def idle(self) -> None:
         """Nothing is left of any request."""
@@ -78,34 +86,39 @@ class Served:
         return httpx.Client(base_url=self.url, timeout=20, **options)
 
 
-@contextlib.contextmanager
-def serve_parrot(
+def parrot_state(
     config: ServerConfig | None = None,
     template: str = CHATML,
     defaults: SamplingParams | None = None,
     **engine_options: Any,
-) -> Iterator[Served]:
+) -> tuple[Parrot, ServerState]:
+    """A parrot and what routes share over it; made on the loop it belongs to."""
+    tokenizer = byte_tokenizer(template)
+    brackets = (tokenizer.encode("[["), tokenizer.encode("]]"))
+    letters = tokenizer.encode("abcdefghijklmnopqrstuvwxyz ")
+    eos = tokenizer.token_id("<|im_end|>")
+    assert eos is not None
+    engine = Parrot(tokenizer.vocab_size, eos, brackets, letters, **engine_options)
+    return engine, make_state(Generator(engine, tokenizer, defaults), config or ServerConfig())
+
+
+@contextlib.contextmanager
+def serve_parrot(config: ServerConfig | None = None, **options: Any) -> Iterator[Served]:
     """A server on a free port; on leaving it is checked that nothing is left behind."""
     listener = socket.create_server(("127.0.0.1", 0))
-    ready: Future[tuple[Parrot, ServerState, Tokenizer, asyncio.AbstractEventLoop, uvicorn.Server]] = Future()
+    ready: Future[tuple[Parrot, ServerState, asyncio.AbstractEventLoop, uvicorn.Server]] = Future()
 
     async def run() -> None:
-        tokenizer = byte_tokenizer(template)
-        brackets = (tokenizer.encode("[["), tokenizer.encode("]]"))
-        letters = tokenizer.encode("abcdefghijklmnopqrstuvwxyz ")
-        eos = tokenizer.token_id("<|im_end|>")
-        assert eos is not None
-        engine = Parrot(tokenizer.vocab_size, eos, brackets, letters, **engine_options)
-        state = make_state(Generator(engine, tokenizer, defaults), config or ServerConfig())
-        options = uvicorn.Config(create_app(state), log_config=None, lifespan="off", http="httptools", ws="none")
-        server = uvicorn.Server(options)
-        ready.set_result((engine, state, tokenizer, asyncio.get_running_loop(), server))
+        engine, state = parrot_state(config, **options)
+        settings = uvicorn.Config(create_app(state), log_config=None, lifespan="off", http="httptools", ws="none")
+        server = uvicorn.Server(settings)
+        ready.set_result((engine, state, asyncio.get_running_loop(), server))
         await server.serve(sockets=[listener])
 
     thread = threading.Thread(target=lambda: asyncio.run(run()), daemon=True)
     thread.start()
-    engine, state, tokenizer, loop, server = ready.result(20)
-    served = Served(f"http://127.0.0.1:{listener.getsockname()[1]}", engine, state, tokenizer, loop)
+    engine, state, loop, server = ready.result(20)
+    served = Served(f"http://127.0.0.1:{listener.getsockname()[1]}", engine, state, state.tokenizer, loop)
     served.wait(lambda: server.started)
     try:
         yield served

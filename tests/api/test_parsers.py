@@ -71,10 +71,10 @@ def test_reasoning_does_not_depend_on_chunks(text: str, cuts: list[int], opened:
 
 @settings(max_examples=200, deadline=None)
 @given(
-    st.lists(st.tuples(st.text(min_size=1, max_size=20), st.dictionaries(st.text(), st.text() | st.integers())), min_size=1, max_size=3),
+    st.lists(st.tuples(st.text(min_size=1, max_size=20), ARGUMENTS), min_size=1, max_size=3),
     st.booleans(),
     st.lists(st.integers(0, 10_000), max_size=20),
-)  # fmt: skip
+)
 def test_well_formed_calls_are_found(
     calls: list[tuple[str, dict[str, object]]], ascii_only: bool, cuts: list[int]
 ) -> None:

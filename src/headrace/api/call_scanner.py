@@ -30,8 +30,9 @@ class State(Enum):
 class CallScanner:
     """Character by character over one JSON object, so chunk borders make no difference.
 
-    `name` is set once its value is complete; `wrote_arguments` once any text of them came; `take_arguments` hands out the arguments' JSON text as far as it has
-    come. A string value of the arguments is taken as JSON text in a string.
+    `name` is set once its value is complete; `wrote_arguments` once any text of the arguments came;
+    `take_arguments` hands out their JSON text as far as it has come. A string value of the arguments is taken as
+    JSON text in a string.
     """
 
     def __init__(self) -> None:

@@ -1,7 +1,7 @@
 """Deltas of several generators in one box, taken together by one connection.
 
 A connection that is slow, or a loop that is busy, finds more than one delta when it looks; neighbours of one
-sequence are merged, so it writes fewer events and the box holds at most one merged delta per sequence.
+sequence are merged, so it writes fewer events. What waits is bounded by the tokens the request may generate.
 """
 
 import asyncio
@@ -37,7 +37,7 @@ class Mailbox:
 
     def __init__(self, sources: Sequence[Source]) -> None:
         self.writing_since = 0.0
-        self._waiting: dict[tuple[int, int], TextDelta] = {}
+        self._waiting: dict[tuple[int, int], list[TextDelta]] = {}
         self._wake: asyncio.Future[None] | None = None
         self._error: BaseException | None = None
         self._ticked = False
@@ -61,9 +61,14 @@ class Mailbox:
             self._wake = asyncio.get_running_loop().create_future()
             await self._wake
         self._ticked = False
-        taken = [(prompt, delta) for (prompt, _), delta in self._waiting.items()]
+        taken = [(prompt, merge(deltas)) for (prompt, _), deltas in self._waiting.items()]
         self._waiting.clear()
         return taken
+
+    @property
+    def pending(self) -> int:
+        """Events that the next `take` makes: at most one per sequence."""
+        return len(self._waiting)
 
     def fail(self, error: BaseException) -> None:
         """End the request from outside (time is up, the server ends); `take` raises this."""
@@ -87,9 +92,7 @@ class Mailbox:
         try:
             async with aclosing(source):
                 async for delta in source:
-                    key = (prompt, delta.index)
-                    earlier = self._waiting.get(key)
-                    self._waiting[key] = delta if earlier is None else merge(earlier, delta)
+                    self._waiting.setdefault((prompt, delta.index), []).append(delta)
                     self._notify()
         except Exception as error:
             self._error = self._error or error
@@ -102,14 +105,16 @@ class Mailbox:
             self._wake.set_result(None)
 
 
-def merge(first: TextDelta, second: TextDelta) -> TextDelta:
-    """Two neighbouring deltas of one sequence as one."""
-    logprobs = second.logprobs if first.logprobs is None else first.logprobs + (second.logprobs or [])
+def merge(deltas: list[TextDelta]) -> TextDelta:
+    """Neighbouring deltas of one sequence as one."""
+    if len(deltas) == 1:
+        return deltas[0]
+    logprobs = [entry for delta in deltas if delta.logprobs is not None for entry in delta.logprobs]
     return replace(
-        second,
-        text=first.text + second.text,
-        tokens=first.tokens + second.tokens,
-        logprobs=logprobs,
-        cached_tokens=max(first.cached_tokens, second.cached_tokens),
-        prompt_logprobs=first.prompt_logprobs,
+        deltas[-1],
+        text="".join([delta.text for delta in deltas]),
+        tokens=[token for delta in deltas for token in delta.tokens],
+        logprobs=logprobs if deltas[0].logprobs is not None else None,
+        cached_tokens=max(delta.cached_tokens for delta in deltas),
+        prompt_logprobs=deltas[0].prompt_logprobs,
     )

@@ -1,0 +1,177 @@
+"""`headrace serve`: the engine, the HTTP server over it, and an orderly end of both."""
+
+import asyncio
+import contextlib
+import logging
+import math
+import signal
+import socket
+import sys
+from collections.abc import Iterator
+
+import uvicorn
+
+from headrace.api import logs
+from headrace.api.app import create_app, make_state
+from headrace.api.startup import StartProgress, start_engine
+from headrace.api.state import ServerState
+from headrace.core.config import Config, ServerConfig
+from headrace.core.errors import ConfigError, EngineDead
+
+log = logging.getLogger("headrace.api")
+
+WATCH_S = 0.5
+LAST_S = 5  # after a drain's end, for error events to reach their clients
+KEEP_ALIVE_S = 75
+LOOPBACK = ("127.0.0.1", "::1", "localhost")
+
+
+def serve(config: Config) -> None:
+    """Serve until SIGTERM or SIGINT; returns once running requests are done and the engine has ended.
+
+    Raises:
+        ConfigError: the address cannot be listened on (found out before the model is loaded).
+        HeadraceError: the engine cannot start.
+        EngineDead: the engine ended while serving.
+    """
+    logs.configure(config.server.log_level)
+    with bind(config.server) as listener, asyncio.Runner(loop_factory=_loop_factory()) as runner:
+        runner.run(_serve(config, listener))
+
+
+def bind(config: ServerConfig) -> socket.socket:
+    """A socket bound to the configured address, not yet listening.
+
+    Raises:
+        ConfigError: the address is taken, or not ours.
+    """
+    try:
+        found = socket.getaddrinfo(config.host, config.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        family, kind, protocol, _, address = found[0]
+        listener = socket.socket(family, kind, protocol)
+    except (OSError, OverflowError) as error:
+        raise ConfigError(f"cannot listen on {config.host}:{config.port}: {error}; choose another --host") from None
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+    except (OSError, OverflowError) as error:
+        listener.close()
+        reason = getattr(error, "strerror", None) or str(error)
+        raise ConfigError(
+            f"cannot listen on {config.host}:{config.port}: {reason}; choose another --port or --host"
+        ) from None
+    return listener
+
+
+async def _serve(config: Config, listener: socket.socket) -> None:
+    loop = asyncio.get_running_loop()
+    interrupt = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, interrupt.set)
+    progress = StartProgress(config.engine.model.model)
+    with progress:
+        starting = asyncio.create_task(start_engine(config, progress))
+        stopped = asyncio.create_task(interrupt.wait())
+        await asyncio.wait((starting, stopped), return_when=asyncio.FIRST_COMPLETED)
+        if not starting.done():
+            starting.cancel()
+            await asyncio.gather(starting, return_exceptions=True)
+            return
+        generator = starting.result()
+    try:
+        state = make_state(generator, config.server)
+        server = _Server(_uvicorn_config(state))
+        _announce(state, listener)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, server.interrupt)
+        if interrupt.is_set():
+            return
+        watching = asyncio.create_task(_watch(state, server))
+        try:
+            await server.serve(sockets=[listener])
+        except OSError as error:  # somebody else began to listen while the model loaded
+            raise ConfigError(f"cannot listen on port {config.server.port}: {error.strerror}") from None
+        finally:
+            watching.cancel()
+        if state.dead is not None:
+            raise state.dead
+    finally:
+        stopped.cancel()
+        await generator.client.close()
+
+
+class _Server(uvicorn.Server):
+    """uvicorn's server with our signals: they are not raised again after a clean end."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Signals are handled by the event loop (`interrupt`)."""
+        yield
+
+    def interrupt(self) -> None:
+        """The first signal drains, the second ends at once."""
+        if self.should_exit:
+            self.force_exit = True
+        self.should_exit = True
+
+
+async def _watch(state: ServerState, server: _Server) -> None:
+    """End when the engine has died; end a drain that takes too long."""
+    loop = asyncio.get_running_loop()
+    drain_from: float | None = None
+    while True:
+        due = loop.time() + WATCH_S
+        await asyncio.sleep(WATCH_S)
+        state.metrics.loop_lag = max(0.0, loop.time() - due)
+        try:
+            await state.stats()
+        except EngineDead as error:
+            if not server.should_exit:
+                log.error("the engine has ended; the server ends too", extra={"reason": str(error)})
+            server.should_exit = True
+        if server.should_exit:
+            if drain_from is None:
+                drain_from = loop.time()
+                log.info("draining", extra={"requests": len(state.active)})
+            if loop.time() - drain_from >= state.config.drain_timeout:
+                state.end_all("the server is shutting down")
+
+
+def _uvicorn_config(state: ServerState) -> uvicorn.Config:
+    return uvicorn.Config(
+        create_app(state),
+        http="httptools",
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        timeout_keep_alive=KEEP_ALIVE_S,
+        limit_concurrency=4 * state.config.max_connections + 64,  # idle ones included; the app refuses earlier
+        timeout_graceful_shutdown=math.ceil(state.config.drain_timeout) + LAST_S,
+    )
+
+
+def _announce(state: ServerState, listener: socket.socket) -> None:
+    host, port = listener.getsockname()[:2]
+    host = f"[{host}]" if ":" in host else host
+    info = state.info
+    key = " -H 'Authorization: Bearer KEY'" if state.config.api_key is not None else ""
+    url = f"http://{host}:{port}"
+    sys.stdout.write(
+        f"Headrace serves {state.model} ({info.dtype} on {info.device}, context {info.max_model_len}) at {url}\n"
+        f"Try: curl {url}/v1/chat/completions -H 'Content-Type: application/json'{key} "
+        '-d \'{"model": "default", "messages": [{"role": "user", "content": "Hello!"}]}\'\n'
+    )
+    sys.stdout.flush()
+    if state.config.host not in LOOPBACK and state.config.api_key is None:
+        log.warning("anyone who reaches this address may use the server: set --api-key")
+
+
+def _loop_factory() -> "type[asyncio.AbstractEventLoop] | None":
+    try:
+        import uvloop
+    except ImportError:  # not made for every platform
+        return None
+    factory: type[asyncio.AbstractEventLoop] = uvloop.Loop
+    return factory
