@@ -152,6 +152,16 @@ def test_killed_conversion_is_cleaned_up_by_the_next(tiny: dict[str, object], co
         assert set(staging.iterdir()) == {fresh}
 
 
+def test_cache_that_cannot_be_written_says_so(
+    tiny: dict[str, object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("HEADRACE_HOME", str(tmp_path / "file"))
+    for name in ("default", str(tiny["file"])):
+        with pytest.raises(ModelError, match="cannot write.*set HEADRACE_HOME"):
+            hub.resolve(name)
+
+
 @pytest.mark.parametrize(
     ("name", "reason"),
     [

