@@ -158,7 +158,7 @@ def test_cache_that_cannot_be_written_says_so(
     (tmp_path / "file").touch()
     monkeypatch.setenv("HEADRACE_HOME", str(tmp_path / "file"))
     for name in ("default", str(tiny["file"])):
-        with pytest.raises(ModelError, match="cannot write.*set HEADRACE_HOME"):
+        with pytest.raises(ModelError, match=r"cannot write.*set HEADRACE_HOME"):
             hub.resolve(name)
 
 
