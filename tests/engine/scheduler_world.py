@@ -7,10 +7,12 @@ from headrace.core.config import SchedulerConfig
 from headrace.core.plan import StepPlan
 from headrace.core.request import Request
 from headrace.core.sampling import SamplingParams
+from headrace.engine.outcome import Progress, StepResult
 from headrace.engine.pages import PageAllocator
 from headrace.engine.prefix_index import PageHasher, PrefixIndex
-from headrace.engine.scheduler import Progress, Scheduler, StepResult
+from headrace.engine.scheduler import Scheduler
 from headrace.engine.sequence import Sequence
+from headrace.engine.sequence_pages import SequencePages
 from headrace.perf.step_time import StepTimeModel
 
 PAGE = 4
@@ -56,10 +58,8 @@ class World:
         )
         self.index = PrefixIndex()
         self.allocator = PageAllocator(self.pages, self.index)
-        hasher = PageHasher("world", PAGE)
-        self.scheduler = Scheduler(
-            config, self.allocator, self.index, hasher, PAGE, self.max_len, (), self.caching, self.model
-        )
+        pages = SequencePages(self.allocator, self.index, PageHasher("world", PAGE), PAGE, self.caching)
+        self.scheduler = Scheduler(config, pages, self.max_len, (), self.model)
         self.slots: dict[int, tuple[str, tuple[int, ...]]] = {}
         self.flight: deque[StepPlan] = deque()
         self.requests: dict[str, Request] = {}

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scheduler_world import PAGE, World, answer
 
-from headrace.engine.scheduler import StepResult
+from headrace.engine.outcome import StepResult
 
 
 def test_one_request_is_prefilled_in_chunks_and_decoded() -> None:
@@ -313,3 +313,17 @@ def test_a_failed_sequence_ends_alone(depth: int) -> None:
     assert world.finished["bad"] == "error"
     assert world.outputs["good"] == answer(good)
     assert world.allocator.used == 0
+
+
+def test_room_is_made_even_when_the_victims_hold_the_shared_prefix() -> None:
+    world = World(pages=10, budget=64, seqs=4)
+    shared = list(range(16))
+    offline = world.add("off", [*shared, 40], max_tokens=8, online=False)
+    world.step()
+    world.step()
+    online = world.add("on", [*shared, *[9] * 18], max_tokens=4)
+    world.drain()
+    assert next(iter(world.finished)) == "on"
+    assert world.scheduler.counters.hit_tokens == 16
+    for request in (online, offline):
+        assert world.outputs[request.id] == answer(request)

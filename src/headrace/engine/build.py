@@ -16,6 +16,7 @@ from headrace.engine.prefix_index import PageHasher
 from headrace.engine.runner import Runner
 from headrace.engine.sampling import Sampler
 from headrace.engine.scheduler import Scheduler
+from headrace.engine.sequence_pages import SequencePages
 from headrace.kernels.attention import backend_for
 from headrace.model import hub
 from headrace.model.decoder import Decoder
@@ -86,13 +87,15 @@ def build(config: EngineConfig, progress: Progress | None = None) -> EngineParts
     profile = load_or_default(device, threads, shape.dtype)
     scheduler = Scheduler(
         limits,
-        group.allocator,
-        group.index,
-        PageHasher(shape.fingerprint, cache.page_size),
-        cache.page_size,
+        SequencePages(
+            group.allocator,
+            group.index,
+            PageHasher(shape.fingerprint, cache.page_size),
+            cache.page_size,
+            cache.prefix_caching,
+        ),
         max_model_len,
         shape.eos_ids,
-        cache.prefix_caching,
         StepTimeModel(profile, cost_shape(shape, kv_shape)),
     )
     runner = Runner(decoder, group, backend, sampler, limits.max_num_seqs, max_model_len, depth=limits.pipeline_depth)

@@ -8,9 +8,9 @@ from headrace.core.events import Delta, EngineInfo, EngineStats, TokenLogprob
 from headrace.core.plan import StepPlan
 from headrace.core.request import Request
 from headrace.engine.build import EngineParts
+from headrace.engine.outcome import Progress
 from headrace.engine.runner import StepOutput
 from headrace.engine.sampling import RowState
-from headrace.engine.scheduler import Progress
 from headrace.engine.sequence import Sequence
 
 

@@ -16,9 +16,9 @@ from headrace.engine.attention_step import AttentionStep
 from headrace.engine.batch import BatchBuilder, StepBatch
 from headrace.engine.kv_flow import KVSink, KVSource
 from headrace.engine.kv_group import KVGroup
+from headrace.engine.outcome import StepResult
 from headrace.engine.pipeline import InFlight, LocalSpan, Pipeline, Span, cut
 from headrace.engine.sampling import RowState, Sampler, SampleRow
-from headrace.engine.scheduler import StepResult
 from headrace.engine.sequence import Sequence
 from headrace.kernels.attention import AttentionBackend
 from headrace.model.decoder import Decoder

@@ -5,71 +5,21 @@ completed or abandoned exactly once, in the order they were made. Pages of a seq
 in flight holds it.
 """
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field
 
 from headrace.core.config import SchedulerConfig
 from headrace.core.events import FinishReason
 from headrace.core.plan import Chunk, Phase, StepPlan
 from headrace.core.request import ServiceClass
 from headrace.engine.budget import StepBudget
-from headrace.engine.pages import OutOfPages, PageAllocator
-from headrace.engine.prefix_index import PageHasher, PrefixIndex
+from headrace.engine.outcome import Counters, Progress, StepResult
 from headrace.engine.sequence import Sequence
+from headrace.engine.sequence_pages import PrefixMatch, SequencePages
 from headrace.engine.waiting import WaitingQueue
 from headrace.perf.step_time import StepTimeModel
 
 LOOKAHEAD = 64
-
-
-@dataclass(frozen=True, slots=True)
-class StepResult:
-    """What a completed step brought.
-
-    Attributes:
-        tokens: new tokens of each sequence whose chunk sampled.
-        seconds: how long the step took.
-        errors: sequences that cannot go on, with the reason.
-    """
-
-    tokens: Mapping[str, Seq[int]]
-    seconds: float = 0.0
-    errors: Mapping[str, str] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True)
-class Progress:
-    """What became of a sequence in a completed step.
-
-    Attributes:
-        seq: the sequence.
-        tokens: tokens it gained.
-        finish: why it ended, if it did.
-        stop_token: the token id that ended it, where one did.
-        error: the reason, with finish `error`.
-    """
-
-    seq: Sequence
-    tokens: Seq[int] = ()
-    finish: FinishReason | None = None
-    stop_token: int | None = None
-    error: str | None = None
-
-
-@dataclass(slots=True)
-class Counters:
-    """Totals since the start (see `core.events.EngineStats`)."""
-
-    prompt_tokens: int = 0
-    hit_tokens: int = 0
-    computed_tokens: int = 0
-    output_tokens: int = 0
-    preemptions: int = 0
-    abandoned: int = 0
-    steps: int = 0
-    step_seconds: float = 0.0
-    finished: dict[str, int] = field(default_factory=dict)
 
 
 class Scheduler:
@@ -81,37 +31,25 @@ class Scheduler:
 
     Args:
         config: limits.
-        allocator: the pool's pages.
-        index: which pages hold which prefixes.
-        hasher: keys of pages.
-        page_size: tokens per page.
+        pages: the pool.
         max_model_len: tokens a sequence may have.
         eos_token_ids: tokens that end a sequence.
-        prefix_caching: look prefixes up at all.
         time_model: sizes prefill chunks for `itl_target`, and predicts; None: neither.
     """
 
     def __init__(
         self,
         config: SchedulerConfig,
-        allocator: PageAllocator,
-        index: PrefixIndex,
-        hasher: PageHasher,
-        page_size: int,
+        pages: SequencePages,
         max_model_len: int,
         eos_token_ids: Iterable[int] = (),
-        prefix_caching: bool = True,
         time_model: StepTimeModel | None = None,
     ) -> None:
         self.counters = Counters()
         self._config = config
-        self._allocator = allocator
-        self._index = index
-        self._hasher = hasher
-        self._page_size = page_size
+        self._pages = pages
         self._max_model_len = max_model_len
         self._eos = frozenset(eos_token_ids)
-        self._prefix_caching = prefix_caching
         self._plans: dict[int, StepPlan] = {}
         self._next_plan = 0
         self._waiting = WaitingQueue()
@@ -238,7 +176,7 @@ class Scheduler:
             seq = self._sequences[chunk.seq]
             seq.in_flight -= 1
             seq.computed = chunk.end
-            self._index_pages(seq)
+            self._pages.enter(seq)
             if chunk.seq in result.errors and seq.doomed is None:
                 seq.doomed, seq.error = "error", result.errors[chunk.seq]
             if seq.doomed is not None:
@@ -262,15 +200,13 @@ class Scheduler:
 
     def check(self) -> None:
         """Raise AssertionError unless pages, rows and states agree; cheap enough for tests after every step."""
-        self._allocator.check(seq.pages for seq in self._sequences.values())
+        self._pages.check(self._sequences.values())
         rows = sorted([*self._rows, *(seq.row for seq in self._running)])
         if rows != list(range(self._config.max_num_seqs)):
             raise AssertionError("a block-table row is lost or used twice")
         for seq in self._sequences.values():
             if not seq.computed <= seq.scheduled <= seq.length:
                 raise AssertionError(f"{seq.id}: computed {seq.computed}, planned {seq.scheduled} of {seq.length}")
-            if len(seq.pages) * self._page_size < seq.scheduled:
-                raise AssertionError(f"{seq.id}: {len(seq.pages)} pages for {seq.scheduled} tokens")
 
     # -- forming a plan -------------------------------------------------------------------------------------------
 
@@ -322,63 +258,43 @@ class Scheduler:
 
     def _try_admit(self, seq: Sequence) -> str:
         """Give a waiting sequence its prefix, pages for the rest of its tokens, and a row."""
-        size = self._page_size
-        hits: list[int] = []
-        keys: list[bytes] = []
-        usable = self._prefix_caching and seq.request.params.prompt_logprobs is None
-        if self._prefix_caching:
-            keys = self._hasher.extend(seq, seq.length // size)
-        if usable:
-            limit = (seq.length - 1) // size  # at least one token is always computed
-            hits = self._index.match(keys, limit)
-            if len(hits) < limit:
-                owner = self._index.pending_owner(keys[len(hits)])
-                if owner is not None and (owner.online or not seq.online):
-                    return "wait for prefix"
-        wanted = -(-(seq.length + 1) // size) - len(hits)
-        spare = len(self._running)  # so that those running can go on for a while
-        if not self._make_room(seq.online, wanted + spare, hits):
+        match = self._pages.match(seq)
+        if match.owner is not None and (match.owner.online or not seq.online):
+            return "wait for prefix"
+        if not self._make_room(seq, match):
             return "no room"
-        self._allocator.hold(hits)
-        seq.pages = hits + self._allocator.allocate(wanted)
-        seq.computed = seq.scheduled = len(hits) * size
-        seq.indexed = len(hits)
+        self._pages.take(seq, match)
         seq.row = self._rows.pop()
         seq.state = "running"
         self._waiting.remove(seq)
         self._running.append(seq)
-        if usable:
-            self._index.announce(seq, keys[len(hits) :])
         if seq.cached_tokens < 0:
             seq.cached_tokens = min(seq.computed, seq.prompt_length)
             self.counters.prompt_tokens += seq.prompt_length
             self.counters.hit_tokens += seq.cached_tokens
         return "admitted"
 
-    def _make_room(self, online: bool, pages: int, hits: list[int]) -> bool:
-        """See to a free row and so many pages beside the hits; for an online sequence offline ones are preempted."""
-
-        def enough(available: int, rows: int) -> bool:
-            return rows > 0 and pages + self._allocator.fresh_if_held(hits) <= available
-
-        if enough(self._allocator.available, len(self._rows)):
+    def _make_room(self, seq: Sequence, match: PrefixMatch) -> bool:
+        """See to a free row and enough pages; for an online sequence offline ones are preempted."""
+        if self._has_room(seq, match):
             return True
-        if not online:
+        if not seq.online:
             return False
         victims = sorted((s for s in self._running if not s.online and not s.in_flight), key=lambda s: s.rank)
-        reachable = self._allocator.available + sum(len(victim.pages) for victim in victims)
-        if not enough(reachable, len(self._rows) + len(victims)):
+        reachable = self._pages.available + sum(len(victim.pages) for victim in victims)
+        if not victims or self._pages.wanted(seq, match) > reachable:
             return False
-        while victims and not enough(self._allocator.available, len(self._rows)):
+        while victims and not self._has_room(seq, match):
             self._preempt(victims.pop())
-        return enough(self._allocator.available, len(self._rows))
+        return self._has_room(seq, match)
+
+    def _has_room(self, seq: Sequence, match: PrefixMatch) -> bool:
+        """A free row, and pages to spare so that those running can go on for a while."""
+        return bool(self._rows) and self._pages.wanted(seq, match) + len(self._running) <= self._pages.available
 
     def _grow(self, seq: Sequence, tokens: int, preempted: list[str]) -> bool:
         """Give a sequence pages for so many tokens, if need be at the cost of the last in order of service."""
-        wanted = -(-tokens // self._page_size) - len(seq.pages)
-        if wanted <= 0:
-            return True
-        while wanted > self._allocator.available:
+        while self._pages.lacks(seq, tokens) > self._pages.available:
             victim = self._victim()
             if victim is None:
                 return False
@@ -386,7 +302,7 @@ class Scheduler:
             preempted.append(victim.id)
             if victim is seq:
                 return False
-        seq.pages += self._allocator.allocate(wanted)
+        self._pages.grow(seq, tokens)
         return True
 
     def _victim(self) -> Sequence | None:
@@ -409,7 +325,7 @@ class Scheduler:
         steps = 1 << 30
         for chunk in chunks:
             seq = self._sequences[chunk.seq]
-            steps = min(steps, seq.max_tokens - seq.output_length, len(seq.pages) * self._page_size - chunk.start)
+            steps = min(steps, seq.max_tokens - seq.output_length, len(seq.pages) * self._pages.page_size - chunk.start)
         return max(1, steps)
 
     # -- after a step ---------------------------------------------------------------------------------------------
@@ -437,16 +353,6 @@ class Scheduler:
         self._finish(seq, seq.doomed)
         return [Progress(seq, finish=seq.doomed, error=seq.error)]
 
-    def _index_pages(self, seq: Sequence) -> None:
-        """Enter the pages that are complete now."""
-        if not self._prefix_caching:
-            return
-        complete = seq.computed // self._page_size
-        keys = self._hasher.extend(seq, complete)
-        for page in range(seq.indexed, complete):
-            self._index.insert(keys[page], seq.pages[page])
-        seq.indexed = complete
-
     def _preempt(self, seq: Sequence) -> None:
         self.counters.preemptions += 1
         self._release(seq)
@@ -465,12 +371,7 @@ class Scheduler:
 
     def _release(self, seq: Sequence) -> None:
         """The one place where a sequence gives its pages and row back."""
-        self._index.withdraw(seq)
-        self._allocator.release(seq.pages)
-        seq.pages = []
+        self._pages.give_back(seq)
         self._rows.append(seq.row)
         seq.row = -1
         self._running.remove(seq)
-
-
-__all__ = ["Counters", "OutOfPages", "Progress", "Scheduler", "StepResult"]

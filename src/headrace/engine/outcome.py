@@ -1,0 +1,57 @@
+"""What comes out of a step: for the scheduler, and from it."""
+
+from collections.abc import Mapping
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+
+from headrace.core.events import FinishReason
+from headrace.engine.sequence import Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What a completed step brought.
+
+    Attributes:
+        tokens: new tokens of each sequence whose chunk sampled.
+        seconds: how long the step took.
+        errors: sequences that cannot go on, with the reason.
+    """
+
+    tokens: Mapping[str, Seq[int]]
+    seconds: float = 0.0
+    errors: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """What became of a sequence in a completed step.
+
+    Attributes:
+        seq: the sequence.
+        tokens: tokens it gained.
+        finish: why it ended, if it did.
+        stop_token: the token id that ended it, where one did.
+        error: the reason, with finish `error`.
+    """
+
+    seq: Sequence
+    tokens: Seq[int] = ()
+    finish: FinishReason | None = None
+    stop_token: int | None = None
+    error: str | None = None
+
+
+@dataclass(slots=True)
+class Counters:
+    """Totals since the start (see `core.events.EngineStats`)."""
+
+    prompt_tokens: int = 0
+    hit_tokens: int = 0
+    computed_tokens: int = 0
+    output_tokens: int = 0
+    preemptions: int = 0
+    abandoned: int = 0
+    steps: int = 0
+    step_seconds: float = 0.0
+    finished: dict[str, int] = field(default_factory=dict)
