@@ -101,7 +101,7 @@ def test_quantised_checkpoint_is_refused_by_its_method(tmp_path: Path, llama: Pa
 
 
 def test_weights_of_another_shape_or_missing(tmp_path: Path, llama: Path) -> None:
-    with pytest.raises(ModelError, match="q_proj|shape|size"):
+    with pytest.raises(ModelError, match="_proj"):
         load(_copy(llama, tmp_path / "heads", num_attention_heads=8), threads=1)
     with pytest.raises(ModelError, match="lacks the weight"):
         load(_copy(llama, tmp_path / "layers", num_hidden_layers=6), threads=1)

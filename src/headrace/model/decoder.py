@@ -99,7 +99,7 @@ class Decoder:
         hidden, step = fwd.hidden[None], fwd.step
         for index in range(a, b):
             args, kwargs = fwd.calls[index]
-            out = self.layers[index](hidden, *args, headrace=step, **kwargs)
+            out = self.layers[index].forward(hidden, *args, headrace=step, **kwargs)
             hidden = out[0] if isinstance(out, tuple) else out
         fwd.hidden, fwd.layer = hidden[0], b
 

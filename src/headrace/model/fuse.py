@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from headrace.model import rowwise
 from headrace.model.attention import AttentionCall, dense_causal
-from headrace.model.fused import FusedAttention, GatedMlp, RowNorm
+from headrace.model.fused import FusedAttention, FusedLayer, GatedMlp, RowNorm
 from headrace.model.linears import PackedLinear, is_plain, pack_linears, stack
 from headrace.model.release import Weights
 
@@ -41,8 +41,8 @@ class _TrialStep:
 def fuse_layer(
     layer: nn.Module, hidden: Tensor, call: tuple[tuple[Any, ...], dict[str, Any]], attention: AttentionCall,
     index: int, weights: Weights,
-) -> Tensor:  # fmt: skip
-    """Fuse and pack one layer in place.
+) -> tuple[nn.Module, Tensor]:  # fmt: skip
+    """Fuse and pack one layer, whose parts are replaced in place.
 
     Args:
         layer: the decoder layer, unpacked.
@@ -52,7 +52,7 @@ def fuse_layer(
         index: of the layer in the whole model.
         weights: gives back what has been packed.
 
-    Returns: the layer's output for `hidden`, before anything was replaced.
+    Returns: the layer to run from now on, and what the layer gave for `hidden` before anything was replaced.
     """
     candidates = {name: module for name, module in layer.named_modules() if _kind(module)}
     step = _TrialStep()
@@ -75,7 +75,22 @@ def fuse_layer(
                 if is_plain(part):
                     weights.release(part)
     pack_linears(layer, weights)
-    return out
+    return _whole(layer, hidden, call, out) or layer, out
+
+
+def _whole(layer: Any, hidden: Tensor, call: tuple[tuple[Any, ...], dict[str, Any]], out: Tensor) -> FusedLayer | None:
+    """The layer as one piece, where its parts are the usual four and are put together the usual way."""
+    parts = dict(layer.named_children())
+    if parts.keys() != {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}:
+        return None
+    first, second = parts["input_layernorm"], parts["post_attention_layernorm"]
+    attention, mlp = parts["self_attn"], parts["mlp"]
+    if not (isinstance(first, RowNorm) and isinstance(second, RowNorm)):
+        return None
+    if not (isinstance(attention, FusedAttention) and isinstance(mlp, GatedMlp)):
+        return None
+    ours = FusedLayer(first, attention, second, mlp)
+    return ours if _close(ours(hidden, *call[0], headrace=_TrialStep(), **call[1]), out) else None
 
 
 def fuse_norm(owner: nn.Module, hidden: Tensor) -> None:

@@ -59,13 +59,17 @@ class GatedMlp(nn.Module):
         """x [..., hidden] -> the same shape."""
         if x.dim() != 3:
             return self.forward(x.reshape(1, -1, x.shape[-1])).view(x.shape)
+        return self.down.forward(self.inner(x))
+
+    def inner(self, x: Tensor) -> Tensor:
+        """act(gate(x)) * up(x): x [1, T, hidden] -> [1, T, intermediate]."""
         both = self.gate_up.forward(x)
         if self.kernel is None:
             gate, up = both.chunk(2, -1)
-            return self.down.forward(self.act(gate) * up)
+            return self.act(gate) * up
         inner = both.new_empty((both.shape[0], both.shape[1], both.shape[2] // 2))
         self.kernel(both.numpy(), inner.numpy())
-        return self.down.forward(inner)
+        return inner
 
 
 class FusedAttention(nn.Module):
@@ -108,7 +112,11 @@ class FusedAttention(nn.Module):
         **_: Any,
     ) -> tuple[Tensor, None]:
         """hidden_states [1, T, hidden]; position_embeddings: cos and sin [1, T, r]."""
-        both = self.qkv.forward(hidden_states)
+        return self.out.forward(self.attended(hidden_states, position_embeddings, headrace)), None
+
+    def attended(self, x: Tensor, position_embeddings: tuple[Tensor, Tensor], step: StepContext) -> Tensor:
+        """Attention before its output projection: x [1, T, hidden] -> [1, T, heads * head_dim]."""
+        both = self.qkv.forward(x)
         rows, heads, turning = both.shape[1], self.heads, self.heads + self.kv_heads
         parts = both.view(rows, turning + self.kv_heads, self.head_dim)
         cos, sin = position_embeddings
@@ -125,8 +133,29 @@ class FusedAttention(nn.Module):
             if self.q_norm is not None and self.k_norm is not None:
                 q, k = self.q_norm(q), self.k_norm(k)
             q, k = _turn(q, cos[0, :, None], sin[0, :, None]), _turn(k, cos[0, :, None], sin[0, :, None])
-        attended = headrace.attend(self.layer, q, k, parts[:, turning:], self.scale, self.window, self.softcap)
-        return self.out.forward(attended.reshape(1, rows, heads * self.head_dim)), None
+        out = step.attend(self.layer, q, k, parts[:, turning:], self.scale, self.window, self.softcap)
+        return out.reshape(1, rows, heads * self.head_dim)
+
+
+class FusedLayer(nn.Module):
+    """The plain pre-norm layer: x + attention(norm(x)), then that + mlp(norm(that)), of fused parts."""
+
+    def __init__(self, first: RowNorm, attention: FusedAttention, second: RowNorm, mlp: GatedMlp) -> None:
+        super().__init__()
+        self.first, self.attention, self.second, self.mlp = first, attention, second, mlp
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        *_: Any,
+        position_embeddings: tuple[Tensor, Tensor],
+        headrace: StepContext,
+        **__: Any,
+    ) -> Tensor:
+        """hidden_states [1, T, hidden] -> a new tensor of that shape."""
+        attended = self.attention.attended(self.first.forward(hidden_states), position_embeddings, headrace)
+        middle = self.attention.out.added_to(hidden_states, attended)
+        return self.mlp.down.added_to(middle, self.mlp.inner(self.second.forward(middle)))
 
 
 def _turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

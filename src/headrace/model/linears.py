@@ -13,6 +13,7 @@ _ROWS_HINT = 64
 _TYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 _linear = torch.ops.mkldnn._linear_pointwise.default
+_linear_binary = torch.ops.mkldnn._linear_pointwise.binary
 
 
 def can_pack(dtype: torch.dtype) -> bool:
@@ -46,6 +47,13 @@ class PackedLinear(nn.Module):
             out: Tensor = _linear(x, self.packed, self.bias, "none", [], "")
             return out
         return nn.functional.linear(x, self.packed, self.bias)
+
+    def added_to(self, residual: Tensor, x: Tensor) -> Tensor:
+        """residual + forward(x), the sum taken while the product is in registers where it is packed."""
+        if self.is_packed:
+            out: Tensor = _linear_binary(x, residual, self.packed, self.bias, "add")
+            return out
+        return residual + self.forward(x)
 
 
 def is_plain(module: nn.Module | None) -> bool:

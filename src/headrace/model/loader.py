@@ -90,9 +90,9 @@ def _prepare(decoder: Decoder, calls: list[AttentionCall], tell: Progress) -> No
         weights.add(layer)
     fwd = trial_rows(decoder)
     hidden = fwd.hidden[None]
-    for index, layer in enumerate(decoder.layers):
+    for index, layer in enumerate(list(decoder.layers)):
         tell("pack", index / (len(decoder.layers) + 1))
-        hidden = fuse_layer(layer, hidden, fwd.calls[index], calls[index], index, weights)
+        decoder.layers[index], hidden = fuse_layer(layer, hidden, fwd.calls[index], calls[index], index, weights)
     fuse_norm(decoder.owner, hidden)
     pack_linears(decoder.model, weights)
     tell("pack", 1.0)

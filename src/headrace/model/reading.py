@@ -52,7 +52,7 @@ def read_model(path: Path, config: Any, dtype: torch.dtype, device: torch.device
 def _check_complete(path: Path, info: dict[str, Any]) -> None:
     for name, stored, wanted in sorted(info.get("mismatched_keys", ())):
         raise ModelError(
-            f"{path}: weight {name} has shape {tuple(stored)}, but config.json says {tuple(wanted)}; do they belong together?"
+            f"{path}: weight {name} has shape {tuple(stored)}, its config.json says {tuple(wanted)}; use the right one"
         )
     for name in sorted(info.get("missing_keys", ())):
         raise ModelError(f"{path} lacks the weight {name} that its config.json asks for; fetch the model again")
