@@ -9,7 +9,7 @@ import traceback
 class JsonFormatter(logging.Formatter):
     """One JSON object per record: time, level, logger, message, and whatever `extra` holds."""
 
-    _OWN = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
+    _OWN = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName", "color_message"}
 
     def format(self, record: logging.LogRecord) -> str:
         """The line."""
@@ -35,3 +35,5 @@ def configure(level: str) -> None:
         logger.handlers = [handler]
         logger.propagate = False
         logger.setLevel(level.upper())
+    if level == "info":
+        logging.getLogger("uvicorn").setLevel("WARNING")  # its news are ours, said again

@@ -97,7 +97,10 @@ async def _serve(config: Config, listener: socket.socket) -> None:
             raise state.dead
     finally:
         stopped.cancel()
-        await generator.client.close()
+        try:
+            await generator.client.close()
+        except Exception as error:  # it has ended before us; what we came to say must not be lost over that
+            log.warning("the engine did not end in order", extra={"reason": f"{type(error).__name__}: {error}"})
 
 
 class _Server(uvicorn.Server):
