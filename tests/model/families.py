@@ -58,6 +58,19 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         {"embedding_multiplier": 3.0, "logits_scaling": 2.5, "residual_multiplier": 0.7, "attention_multiplier": 0.3},
     ),
     "olmo2": ("Olmo2Config", {}),
+    # Rotary in the interleaved convention; layers without rotary: what must not be fused.
+    "cohere": ("CohereConfig", {"logit_scale": 0.5}),
+    "smollm3": ("SmolLM3Config", {"no_rope_layers": [1, 1, 1, 0]}),
+    "glm": ("GlmConfig", {"head_dim": 16}),
+    "qwen2-moe": (
+        "Qwen2MoeConfig",
+        {
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+            "shared_expert_intermediate_size": 48,
+        },
+    ),
 }
 
 

@@ -155,7 +155,10 @@ def find_layers(model: nn.Module) -> tuple[nn.Module, nn.ModuleList]:
         if name == "layers" and isinstance(child, nn.ModuleList) and len(child) == count
     ]
     if len(found) != 1:
-        raise ModelError(f"{type(model).__name__} has {len(found)} lists of {count} decoder layers; one is supported")
+        raise ModelError(
+            f"{type(model).__name__} has {len(found)} lists named `layers` of {count} decoder layers instead of one; "
+            "this architecture is not supported"
+        )
     return found[0]
 
 

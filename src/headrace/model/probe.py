@@ -17,15 +17,12 @@ def probe(decoder: Decoder) -> list[AttentionCall]:
     arguments depend on anything but positions, or if the numbers come out not finite.
     """
     name = type(decoder.model).__name__
-    device = decoder.device
-    positions = torch.arange(3, device=device)
     step = Probe()
-    fwd = decoder.begin(torch.tensor([1, 0, 2], device=device), positions, step)
-    other = decoder.begin(torch.tensor([2, 2, 1], device=device), positions, step)
-    for index, (one, two) in enumerate(zip(fwd.calls, other.calls, strict=True)):
-        if not _same(one, two):
-            raise ModelError(f"{name}: layer {index} takes arguments that depend on the tokens, which is not supported")
-    decoder.run(fwd, 0, len(decoder.layers))
+    try:
+        fwd = _whole(decoder, step)
+    except (TypeError, ValueError, RuntimeError, AttributeError, LookupError) as error:
+        reason = (str(error) or type(error).__name__).splitlines()[0]
+        raise ModelError(f"{name} cannot be run layer by layer: {reason}") from error
     missing = set(range(len(decoder.layers))) - set(step.calls)
     if missing:
         kind = type(decoder.layers[min(missing)]).__name__
@@ -34,10 +31,21 @@ def probe(decoder: Decoder) -> list[AttentionCall]:
     sizes = {(call.heads, call.kv_heads, call.head_dim) for call in calls}
     if len(sizes) != 1:
         raise ModelError(f"{name} has layers of different head counts or sizes {sorted(sizes)}, which is not supported")
-    logits = decoder.logits(fwd, torch.tensor([2], device=device))
+    logits = decoder.logits(fwd, torch.tensor([2], device=decoder.device))
     if not bool(torch.isfinite(logits).all()):
         raise ModelError(f"{name} gives numbers that are not finite in {fwd.hidden.dtype}; try --dtype float32")
     return calls
+
+
+def _whole(decoder: Decoder, step: Probe) -> Forward:
+    positions = torch.arange(3, device=decoder.device)
+    fwd = decoder.begin(torch.tensor([1, 0, 2], device=decoder.device), positions, step)
+    other = decoder.begin(torch.tensor([2, 2, 1], device=decoder.device), positions, step)
+    for index, (one, two) in enumerate(zip(fwd.calls, other.calls, strict=True)):
+        if not _same(one, two):
+            raise ModelError(f"layer {index} takes arguments that depend on the tokens, which is not supported")
+    decoder.run(fwd, 0, len(decoder.layers))
+    return fwd
 
 
 @torch.inference_mode()
