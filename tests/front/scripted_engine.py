@@ -52,6 +52,7 @@ class ScriptedEngine:
         self.queues: dict[str, asyncio.Queue[Delta]] = {}
         self.submitted: list[Request] = []
         self.produced: dict[str, int] = {}
+        self.aborted: list[str] = []
         self.alive = True
 
     @property
@@ -111,6 +112,7 @@ class ScriptedEngine:
                 self._cancel(request_id)
 
     def abort(self, request_id: str) -> None:
+        self.aborted.append(request_id)
         if self._cancel(request_id) and request_id in self.queues:
             self.queues[request_id].put_nowait(Delta(request_id, [], "abort"))
 

@@ -67,13 +67,15 @@ def test_stop_string_over_two_tokens_ends_text_and_engine(tokenizer: Tokenizer) 
         engine = ScriptedEngine(tokenizer.vocab_size, [EOS], script, max_model_len=4000)
         params = SamplingParams(stop=("o ST", "OP th"), include_stop_str_in_output=include, logprobs=1)
         parts, tokens = [], 0
-        async for delta in Generator(engine, tokenizer).generate([5], params, request_id="a"):
+        async for delta in await Generator(engine, tokenizer).start([5], params, request_id="a"):
             parts.append(delta.text)
             tokens += len(delta.tokens)
             assert delta.logprobs is not None
             assert len(delta.logprobs) == len(delta.tokens)
         assert "".join(parts) == ("one two ST" if include else "one tw")
         assert (delta.finish, delta.stop_reason) == ("stop", "o ST")
+        assert engine.aborted == ["a-0"]
+        assert engine.queues == {}  # nobody needs to close a stream read to its end
         await settled(engine)
         assert engine.produced["a-0"] < 100  # of 3999 it was allowed
 
@@ -216,7 +218,7 @@ def test_whoever_goes_away_leaves_nothing_behind(tokenizer: Tokenizer, n: int, w
             await anext(stream)
             del stream
         await settled(engine)
-        assert len(engine.submitted) == n
+        assert engine.aborted == [f"a-{i}" for i in range(n)]  # told, not left to notice a closed iterator
 
     asyncio.run(scenario())
 

@@ -7,6 +7,7 @@ import sys
 import zipfile
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from gguf_files import write
@@ -142,12 +143,16 @@ def test_killed_conversion_is_cleaned_up_by_the_next(tiny: dict[str, object], co
     staging = home / "models" / ".staging"
     while not list(staging.glob("*@*/converted")):
         assert first.poll() is None
+    children = psutil.Process(first.pid).children(recursive=True)
+    while not children:
+        children = psutil.Process(first.pid).children(recursive=True)
     first.send_signal(signal.SIGKILL)
     first.wait()
     left = set(staging.iterdir())
     assert left
     # The converter holds the lock until it notices that nobody listens; only then is its folder a leftover.
     with install.exclusive(home / "models", converted.name), install.staging(home / "models", converted.name) as fresh:
+        assert not any(child.is_running() and child.status() != psutil.STATUS_ZOMBIE for child in children)
         assert list(fresh.iterdir()) == []
         assert set(staging.iterdir()) == {fresh}
 
