@@ -72,7 +72,7 @@ async def _beside(url: str, prompt: list[int]) -> tuple[float, list[float]]:
         heard_one.set()
 
     async with Endpoint(url).client() as client:
-        body = _body([500 + i for i in range(30)], _USER_TOKENS)
+        body = _body(prompt[-30:], _USER_TOKENS)  # a prefix of no other prompt, so nothing is shared
         user = asyncio.create_task(stream(client, COMPLETIONS, body, time.perf_counter(), heard))
 
         async def next_piece() -> None:
@@ -102,4 +102,11 @@ async def _long(client: httpx.AsyncClient, prompt: list[int]) -> Observed:
 
 
 def _body(prompt: list[int], outputs: int) -> dict[str, Any]:
-    return {"model": "default", "prompt": prompt, "max_tokens": outputs, "temperature": 0.0, "ignore_eos": True}
+    return {
+        "model": "default",
+        "prompt": prompt,
+        "max_tokens": outputs,
+        "temperature": 0.0,
+        "ignore_eos": True,
+        "return_token_ids": True,  # so that a token whose text is held back is seen when it comes
+    }

@@ -11,7 +11,7 @@ import httpx
 from headrace.bench.local_engine import LocalEngine
 from headrace.bench.parity_prompts import random_prompts
 from headrace.bench.progress import progress
-from headrace.bench.serve import calls_from_items
+from headrace.bench.serve import calls_from_items, run
 from headrace.bench.server_process import free_port, running_server
 from headrace.bench.stream_client import Endpoint, stream
 from headrace.bench.workload import Item
@@ -19,6 +19,7 @@ from headrace.core.config import Config, EngineConfig, ServerConfig
 from headrace.core.errors import HeadraceError
 
 _COUNTERS = ("steps_total", "step_seconds_total")
+_SAMPLE_S = 0.1
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,7 @@ def measure(config: EngineConfig, clients: int = 32, outputs: int = 96, rounds: 
     in_process: list[float] = []
     served: list[float] = []
     with running_server(Config(config, server)) as url, progress("in process and served", 2 * rounds) as advance:
-        asyncio.run(_served(url, batch))
+        asyncio.run(run(Endpoint(url), calls_from_items(batch[:2]), [0.0, 0.0]))  # first touches
         for number in range(rounds):
             in_process.append(_in_process(engine, batch, f"round-{number}"))
             advance(1)
@@ -95,7 +96,9 @@ async def _served(url: str, batch: list[Item]) -> float:
                     if started == len(batch):
                         ready.set()
 
-            result = await stream(client, path, {"model": "default", **body}, due=0.0, on_text=seen)
+            result = await stream(
+                client, path, {"model": "default", "return_token_ids": True, **body}, due=0.0, on_text=seen
+            )
             ended.set()
             ready.set()
             if result.error is not None:
@@ -107,21 +110,18 @@ async def _served(url: str, batch: list[Item]) -> float:
         while not ended.is_set():
             samples.append(await _read(client))
             try:
-                await asyncio.wait_for(ended.wait(), 0.5)
+                await asyncio.wait_for(ended.wait(), _SAMPLE_S)
             except TimeoutError:
                 continue
         await asyncio.gather(*tasks)
-    changed = [samples[i] for i in range(len(samples)) if i == 0 or samples[i] != samples[i - 1]]
-    # The first reading may be older than the last first token, the last may be newer than the first end.
-    inside = changed[1:-1]
-    if len(inside) < 2:
-        raise HeadraceError("the streams were too short to read the server's counters twice; raise --outputs")
-    return _per_step(*inside[0], *inside[-1])
+    if len(samples) < 2:
+        raise HeadraceError("the streams were too short to read the server's counters twice; raise --tokens")
+    return _per_step(*samples[0], *samples[-1])
 
 
 def _per_step(steps0: float, seconds0: float, steps1: float, seconds1: float) -> float:
     if steps1 <= steps0:
-        raise HeadraceError("no step was counted while all sequences decoded; raise --outputs")
+        raise HeadraceError("no step was counted while all sequences decoded; raise --tokens")
     return (seconds1 - seconds0) / (steps1 - steps0)
 
 

@@ -89,13 +89,16 @@ def _take(line: str, seen: Observed, on_text: Callable[[str], None] | None) -> N
 
 
 def _piece(choice: dict[str, Any]) -> tuple[str, bool]:
-    """The text of a choice, and whether it counts as output (a chunk with only a role does not)."""
+    """The text of a choice, and whether it counts as output (a chunk with only a role does not).
+
+    Where token ids were asked for (`return_token_ids`), a token that shows no text yet counts too.
+    """
     delta = choice.get("delta")
     if delta is None:
         text = choice.get("text") or ""
-        return text, bool(text)
+        return text, bool(text or choice.get("token_ids"))
     text = (delta.get("reasoning_content") or "") + (delta.get("content") or "")
-    return text, bool(text or delta.get("tool_calls"))
+    return text, bool(text or delta.get("tool_calls") or choice.get("token_ids"))
 
 
 def _message(response: httpx.Response) -> str:
