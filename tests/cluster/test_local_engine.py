@@ -74,7 +74,7 @@ def test_requests_stream_abort_and_fail_one_by_one(config: EngineConfig) -> None
             async for delta in reader:
                 assert delta.tokens
                 break
-            await reader.aclose()  # type: ignore[attr-defined]
+            await reader.aclose()
             reader = client.submit(request("stopped", 4000))
             async for delta in reader:
                 client.abort("stopped")

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 
 import zmq
 import zmq.asyncio
@@ -22,7 +22,7 @@ from headrace.cluster.messages import (
     encode,
 )
 from headrace.core.config import EngineConfig
-from headrace.core.errors import EngineDead, HeadraceError, QueueFull
+from headrace.core.errors import EngineDead, HeadraceError, InvalidRequest, QueueFull
 from headrace.core.events import Delta, EngineInfo, EngineStats
 from headrace.core.request import Request
 
@@ -30,14 +30,20 @@ Progress = Callable[[str, float], None]
 
 
 class Stream:
-    """Deltas of one request on their way to its reader. Bounded by what the request may generate."""
+    """Deltas of one request on their way to its reader. Bounded by what the request may generate.
 
-    __slots__ = ("_deltas", "_error", "_wake")
+    An object rather than a generator: `aclose` must abort the request also when nobody has read yet.
+    """
 
-    def __init__(self) -> None:
+    __slots__ = ("_client", "_deltas", "_done", "_error", "_request", "_wake")
+
+    def __init__(self, client: "WorkerClient", request_id: str) -> None:
+        self._client = client
+        self._request = request_id
         self._deltas: deque[Delta] = deque()
         self._wake = asyncio.Event()
         self._error: HeadraceError | None = None
+        self._done = False
 
     def put(self, delta: Delta) -> None:
         """Add a delta."""
@@ -49,14 +55,32 @@ class Stream:
         self._error = error
         self._wake.set()
 
-    async def get(self) -> Delta:
-        """The next delta."""
+    def __aiter__(self) -> "Stream":
+        return self
+
+    async def __anext__(self) -> Delta:
+        if self._done:
+            raise StopAsyncIteration
         while not self._deltas:
             if self._error is not None:
+                self._end()
                 raise self._error
             self._wake.clear()
             await self._wake.wait()
-        return self._deltas.popleft()
+        delta = self._deltas.popleft()
+        if delta.finish is not None:
+            self._end()
+        return delta
+
+    async def aclose(self) -> None:
+        """Stop reading; the request is aborted if it is not finished. Harmless when repeated."""
+        if not self._done:
+            self._client.abort(self._request)
+            self._end()
+
+    def _end(self) -> None:
+        self._done = True
+        self._client.forget(self._request)
 
 
 class WorkerClient:
@@ -113,21 +137,27 @@ class WorkerClient:
         for stream in self._streams.values():
             stream.fail(self._dead)
 
-    def submit(self, request: Request) -> AsyncIterator[Delta]:
+    def submit(self, request: Request) -> Stream:
         """See `EngineClient.submit`."""
         if self._dead is not None:
             raise self._dead
         limit = self._config.scheduler.max_queue
         if len(self._streams) >= limit:
             raise QueueFull(f"{limit} requests are in flight already; try again later")
-        stream = self._streams[request.id] = Stream()
+        if request.id in self._streams:
+            raise InvalidRequest(f"request id {request.id!r} is in use", "request_id")
+        stream = self._streams[request.id] = Stream(self, request.id)
         self._send(Submit(request))
-        return self._read(request.id, stream)
+        return stream
 
     def abort(self, request_id: str) -> None:
         """See `EngineClient.abort`."""
         if request_id in self._streams and self._dead is None:
             self._send(Abort([request_id]))
+
+    def forget(self, request_id: str) -> None:
+        """Nobody reads this request's deltas any more."""
+        self._streams.pop(request_id, None)
 
     async def stats(self) -> EngineStats:
         """See `EngineClient.stats`."""
@@ -144,18 +174,6 @@ class WorkerClient:
             self._receiver.cancel()
             await asyncio.gather(self._receiver, return_exceptions=True)
         self._socket.close(linger=500)
-
-    async def _read(self, request_id: str, stream: Stream) -> AsyncIterator[Delta]:
-        finished = False
-        try:
-            while not finished:
-                delta = await stream.get()
-                finished = delta.finish is not None
-                yield delta
-        finally:
-            del self._streams[request_id]
-            if not finished and self._dead is None:
-                self._send(Abort([request_id]))
 
     def _send(self, message: ToWorker) -> None:
         """Queue a message; the queue is bounded by the requests in flight."""

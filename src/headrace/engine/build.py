@@ -60,6 +60,7 @@ def build(config: EngineConfig, progress: Progress | None = None) -> EngineParts
     device = model.device if model.device != "auto" else ("cuda" if torch.cuda.is_available() else "cpu")
     threads = model.threads or len(os.sched_getaffinity(0))
     path = hub.resolve(model.model, model.revision, lambda report: tell(report.phase, fraction(report)))
+    tokenizer = hub.resolve_tokenizer(model.tokenizer, model.revision) if model.tokenizer else path
     need = estimate(path, model.dtype)
     available = psutil.virtual_memory().available
     tell(f"load {need.weight_bytes / 2**20:,.0f} MiB of weights ({available / 2**20:,.0f} MiB of memory free)", 0.0)
@@ -83,7 +84,7 @@ def build(config: EngineConfig, progress: Progress | None = None) -> EngineParts
     kv_shape = KVShape(range(shape.num_layers), range(shape.kv_heads), shape.head_dim, cache.page_size, kv_dtype)
     pages, max_model_len = _size(config, kv_shape, shape, device)
     group = KVGroup(kv_shape, pages, backend, device)
-    sampler = Sampler(shape.vocab_size, shape.eos_ids, model.tokenizer or str(path), threads)
+    sampler = Sampler(shape.vocab_size, shape.eos_ids, str(tokenizer), threads)
     profile = load_or_default(device, threads, shape.dtype)
     scheduler = Scheduler(
         limits,
