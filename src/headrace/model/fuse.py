@@ -80,7 +80,7 @@ def fuse_layer(
 
 def _whole(layer: Any, hidden: Tensor, call: tuple[tuple[Any, ...], dict[str, Any]], out: Tensor) -> FusedLayer | None:
     """The layer as one piece, where its parts are the usual four and are put together the usual way."""
-    parts = dict(layer.named_children())
+    parts = {name: part for name, part in layer.named_children() if not isinstance(part, nn.Dropout)}
     if parts.keys() != {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}:
         return None
     first, second = parts["input_layernorm"], parts["post_attention_layernorm"]
