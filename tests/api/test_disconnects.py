@@ -10,6 +10,8 @@ import httpx
 import pytest
 from served import Served, serve_parrot
 
+from headrace.api import running
+
 ENDLESS: dict[str, Any] = {"model": "parrot", "prompt": "abc", "max_tokens": 4000, "ignore_eos": True}
 
 
@@ -99,16 +101,17 @@ def test_200_requests_with_random_aborts_leave_nothing() -> None:
         assert tasks == []
 
 
-def test_a_client_that_reads_nothing_costs_a_bounded_buffer() -> None:
-    with serve_parrot() as served, connect(served) as raw:
+def test_a_client_that_reads_nothing_holds_up_nobody(server: Served) -> None:
+    with connect(server) as raw:
         raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        before = server.engine.tokens
         raw.sendall(request_bytes({**ENDLESS, "stream": True, "n": 10, "max_tokens": 2000, "logprobs": 5}))
-        # All tokens are made; what the socket did not take waits as one event per sequence.
-        served.wait(lambda: served.engine.tokens == 10 * 2000, 30)
-        (mailbox,) = served.call(lambda: list(served.state.active))
-        assert mailbox.pending <= 10
-        raw.close()
-        served.idle()
+        # The engine is done with it although nothing was read, and others are served meanwhile.
+        server.wait(lambda: server.engine.tokens >= before + 10 * 2000 and not server.engine.tasks, 30)
+        (mailbox,) = server.call(lambda: list(server.state.active))
+        assert mailbox.writing_since > 0
+        with server.http() as http:
+            assert http.post("/v1/completions", json={"prompt": "[[a]]"}).json()["choices"][0]["text"] == "a"
 
 
 def test_a_slow_client_gets_everything_in_fewer_events() -> None:
@@ -128,3 +131,31 @@ def test_a_slow_client_gets_everything_in_fewer_events() -> None:
     assert [len(text) for text in texts] == [2000] * 10
     assert tokens == 10 * 2000
     assert len(events) < 10 * 2000
+
+
+def test_a_waiting_stream_shows_that_it_is_alive(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(running, "TICK_S", 0.05)
+    with serve_parrot(step=0.01, max_running=1) as served, served.http() as http:
+        with connect(served) as first:
+            first.sendall(request_bytes({**ENDLESS, "stream": True}))
+            served.wait(lambda: served.engine.tokens > 2)
+            with http.stream("POST", "/v1/completions", json={**ENDLESS, "stream": True, "max_tokens": 2}) as second:
+                assert second.status_code == 200  # before it has a token: the first one still runs
+                lines = second.iter_lines()
+                assert next(lines) == ": keep-alive"
+                first.close()
+                rest = [line for line in lines if line.startswith("data")]
+        assert len(rest) == 3
+        assert rest[-1] == "data: [DONE]"
+
+
+def test_a_client_that_never_reads_loses_its_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(running, "TICK_S", 0.05)
+    monkeypatch.setattr(running, "STALL_S", 0.3)
+    with serve_parrot() as served, connect(served) as raw:
+        raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        raw.sendall(request_bytes({**ENDLESS, "stream": True, "n": 10, "max_tokens": 2000, "logprobs": 5}))
+        served.wait(lambda: served.engine.tokens > 0)
+        served.idle()  # although the client is still connected
+        with served.http() as http:
+            assert http.get("/health").status_code == 200

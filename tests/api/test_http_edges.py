@@ -8,6 +8,7 @@ import httpx
 import pytest
 from served import Served, serve_parrot
 
+from headrace.api import limits
 from headrace.core.config import ServerConfig
 
 CHAT = {"model": "parrot", "messages": [{"role": "user", "content": "[[ok]]"}]}
@@ -143,6 +144,30 @@ def test_too_large_bodies_are_not_read() -> None:
             assert answer.startswith(b"HTTP/1.1 413"), answer[:200]
             assert b"connection: close" in answer.lower()
             assert json.loads(answer.split(b"\r\n\r\n", 1)[1])["error"]["code"] == "request_too_large"
+
+
+def test_all_bodies_together_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "BODIES", 2)
+    with serve_parrot(ServerConfig(max_request_bytes=10_000), step=0.01) as served, served.http() as http:
+        large = {**LONG, "stream": True, "user": "x" * 9_000}
+        with (
+            http.stream("POST", "/v1/completions", json=large) as first,
+            http.stream("POST", "/v1/completions", json=large) as second,
+        ):
+            assert (first.status_code, second.status_code) == (200, 200)
+            error_of(http.post("/v1/completions", json=large), 429)
+        served.idle()
+        assert http.post("/v1/chat/completions", json={**CHAT, "user": "x" * 9_000}).status_code == 200
+
+
+@pytest.mark.parametrize("prompt", [[0] * 300_000, ["a"] * 300_000, [[0] * 300_000], "x" * 3_000_000])
+def test_hopelessly_long_prompts_are_refused_early(server: Served, prompt: Any) -> None:
+    with server.http() as http:
+        response = http.post("/v1/completions", json={"prompt": prompt})
+        assert error_of(response, 400)["param"] == "prompt"
+        messages = [{"role": "user", "content": "a"}] * 300_000
+        response = http.post("/v1/chat/completions", json={"messages": messages})
+        assert error_of(response, 400)["code"] == "context_length_exceeded"
 
 
 def test_too_many_requests() -> None:

@@ -9,7 +9,7 @@ from starlette.responses import Response
 from headrace.api.chunks import encode
 from headrace.api.completion_answer import CompletionSpec, CompletionStream, CompletionWhole
 from headrace.api.meter import Meter
-from headrace.api.prompts import check_sequences, check_tokens
+from headrace.api.prompts import MAX_SEQUENCES, check_length, check_sequences, check_tokens
 from headrace.api.prompts import encode as encode_prompt
 from headrace.api.running import drain
 from headrace.api.sampling import sampling_params
@@ -34,13 +34,14 @@ async def completions(state: ServerState, request: Request, meter: Meter) -> Res
     if body.suffix:
         raise InvalidRequest("suffix is not supported; this model only continues a text", "suffix")
     params, discard = _params(state, body)
+    if len(body.prompt) > MAX_SEQUENCES and not isinstance(body.prompt, str):
+        check_length(len(body.prompt), "items", state.info.max_model_len, "prompt")
     given = split_prompt(body.prompt)
     check_sequences(len(given) * params.n)
     prompts = [await _tokens(state, prompt, body.add_special_tokens is not False) for prompt in given]
     texts: list[str] = []
     if body.echo:
-        limit = state.info.max_model_len  # a longer prompt is refused below; its text is not wanted
-        texts = [p if isinstance(p, str) else state.tokenizer.decode(p[:limit]) for p in given]
+        texts = [p if isinstance(p, str) else state.tokenizer.decode(p) for p in given]
     options = body.stream_options
     request_id = new_id("cmpl")
     spec = CompletionSpec(
@@ -115,5 +116,6 @@ async def _tokens(state: ServerState, prompt: str | list[int], add_special_token
         return await encode_prompt(state, prompt, "prompt", add_special_tokens)
     if not prompt:
         raise InvalidRequest("`prompt` holds an empty list of tokens", "prompt")
+    check_length(len(prompt), "tokens", state.info.max_model_len, "prompt")
     check_tokens(prompt, state.info.vocab_size, "prompt")
     return prompt

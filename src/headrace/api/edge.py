@@ -10,7 +10,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from headrace.api.auth import OPEN_PATHS, check_key
 from headrace.api.errors import as_api_error, too_many
-from headrace.api.limits import LimitedBody
+from headrace.api.limits import BodyBudget, LimitedBody
 from headrace.api.meter import Meter
 from headrace.api.running import ClientGone
 from headrace.api.state import ServerState
@@ -32,6 +32,7 @@ class Edge:
     def __init__(self, app: ASGIApp, state: ServerState) -> None:
         self._app = app
         self._state = state
+        self._budget = BodyBudget(state.config.max_request_bytes)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request."""
@@ -39,18 +40,21 @@ class Edge:
             return await self._app(scope, receive, send)
         exchange = Exchange(self._state, scope, send)
         state = self._state
+        body: LimitedBody | None = None
         state.metrics.http_active += 1
         try:
             path = scope["path"]
             check_key(state.config.api_key, path, scope["headers"])
             if path not in _UNLIMITED and state.metrics.http_active > state.config.max_connections:
                 raise too_many(f"the server already serves {state.config.max_connections} requests; try again later")
-            body = LimitedBody(receive, scope["headers"], state.config.max_request_bytes)
+            body = LimitedBody(receive, scope["headers"], self._budget)
             await self._app(scope, body, exchange.send)
         except Exception as error:
             await exchange.fail(error)
         finally:
             state.metrics.http_active -= 1
+            if body is not None:
+                body.done()
             exchange.done()
         return None
 

@@ -5,9 +5,32 @@ from collections.abc import Iterable
 
 from starlette.types import Message, Receive
 
-from headrace.api.errors import ApiError
+from headrace.api.errors import ApiError, too_many
 
 BODY_SECONDS = 60.0
+BODIES = 32  # largest bodies that may be in memory together
+
+
+class BodyBudget:
+    """Bytes of the bodies of all requests being served.
+
+    Args:
+        limit: of one body.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self._left = BODIES * limit
+
+    def take(self, count: int) -> None:
+        """Raise the 429 of a server whose memory for bodies is used up."""
+        if count > self._left:
+            raise too_many("the server already holds as many request bodies as it may; try again later")
+        self._left -= count
+
+    def give(self, count: int) -> None:
+        """A request has ended."""
+        self._left += count
 
 
 class LimitedBody:
@@ -16,18 +39,18 @@ class LimitedBody:
     Args:
         receive: the server's.
         headers: of the request.
-        limit: bytes.
+        budget: of all bodies together.
     """
 
-    def __init__(self, receive: Receive, headers: Iterable[tuple[bytes, bytes]], limit: int) -> None:
+    def __init__(self, receive: Receive, headers: Iterable[tuple[bytes, bytes]], budget: BodyBudget) -> None:
         self._receive = receive
-        self._limit = limit
+        self._budget = budget
         self._read = 0
         self._deadline = asyncio.get_running_loop().time() + BODY_SECONDS
         self.complete = False
         for name, value in headers:
-            if name == b"content-length" and value.isdigit() and int(value) > limit:
-                raise too_large(limit)
+            if name == b"content-length" and value.isdigit() and int(value) > budget.limit:
+                raise too_large(budget.limit)
 
     async def __call__(self) -> Message:
         """The next message of the request.
@@ -43,13 +66,20 @@ class LimitedBody:
         except TimeoutError:
             raise ApiError(408, "the request's body did not come", code="request_timeout") from None
         if message["type"] == "http.request":
-            self._read += len(message.get("body", b""))
-            if self._read > self._limit:
-                raise too_large(self._limit)
+            size = len(message.get("body", b""))
+            if self._read + size > self._budget.limit:
+                raise too_large(self._budget.limit)
+            self._budget.take(size)
+            self._read += size
             self.complete = not message.get("more_body", False)
         else:
             self.complete = True
         return message
+
+    def done(self) -> None:
+        """The request is over: its body no longer counts."""
+        self._budget.give(self._read)
+        self._read = 0
 
 
 def too_large(limit: int) -> ApiError:

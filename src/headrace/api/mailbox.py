@@ -37,7 +37,8 @@ class Mailbox:
 
     def __init__(self, sources: Sequence[Source]) -> None:
         self.writing_since = 0.0
-        self._waiting: dict[tuple[int, int], list[TextDelta]] = {}
+        self._waiting: list[tuple[int, TextDelta]] = []
+        self._loop = asyncio.get_running_loop()
         self._wake: asyncio.Future[None] | None = None
         self._error: BaseException | None = None
         self._ticked = False
@@ -58,17 +59,11 @@ class Mailbox:
                 return None
             if self._ticked:
                 break
-            self._wake = asyncio.get_running_loop().create_future()
+            self._wake = self._loop.create_future()
             await self._wake
         self._ticked = False
-        taken = [(prompt, merge(deltas)) for (prompt, _), deltas in self._waiting.items()]
-        self._waiting.clear()
-        return taken
-
-    @property
-    def pending(self) -> int:
-        """Events that the next `take` makes: at most one per sequence."""
-        return len(self._waiting)
+        taken, self._waiting = self._waiting, []
+        return taken if len(taken) < 2 else _merged(taken)
 
     def fail(self, error: BaseException) -> None:
         """End the request from outside (time is up, the server ends); `take` raises this."""
@@ -92,8 +87,9 @@ class Mailbox:
         try:
             async with aclosing(source):
                 async for delta in source:
-                    self._waiting.setdefault((prompt, delta.index), []).append(delta)
-                    self._notify()
+                    self._waiting.append((prompt, delta))
+                    if self._wake is not None and not self._wake.done():
+                        self._wake.set_result(None)
         except Exception as error:
             self._error = self._error or error
         finally:
@@ -103,6 +99,14 @@ class Mailbox:
     def _notify(self) -> None:
         if self._wake is not None and not self._wake.done():
             self._wake.set_result(None)
+
+
+def _merged(taken: list[tuple[int, TextDelta]]) -> list[tuple[int, TextDelta]]:
+    """At most one delta per sequence."""
+    sequences: dict[tuple[int, int], list[TextDelta]] = {}
+    for prompt, delta in taken:
+        sequences.setdefault((prompt, delta.index), []).append(delta)
+    return [(prompt, merge(deltas)) for (prompt, _), deltas in sequences.items()]
 
 
 def merge(deltas: list[TextDelta]) -> TextDelta:

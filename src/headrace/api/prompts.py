@@ -31,6 +31,7 @@ async def chat_text(
     Raises:
         InvalidRequest: messages or variables that cannot be rendered.
     """
+    check_length(len(messages), "messages", state.info.max_model_len, "messages")
     variables = variables or {}
     for name in _RESERVED:
         if name in variables:
@@ -70,12 +71,7 @@ async def encode(state: ServerState, text: str, param: str, add_special_tokens: 
     """
     limit = state.info.max_model_len
     if len(text) > limit * BYTES_PER_TOKEN:
-        raise InvalidRequest(
-            f"This model's maximum context length is {limit} tokens. However, the prompt of {len(text)} characters "
-            "is far longer. Please shorten it.",
-            param,
-            "context_length_exceeded",
-        )
+        check_length(len(text), "characters", limit, param)
     tokens = await state.tokenizer.encode_async(text, add_special_tokens=add_special_tokens)
     if not tokens:
         raise InvalidRequest("the prompt is empty: it has no token", param)
@@ -84,9 +80,20 @@ async def encode(state: ServerState, text: str, param: str, add_special_tokens: 
 
 def check_tokens(tokens: Sequence[int], vocab_size: int, param: str) -> None:
     """Refuse ids that the model does not have."""
-    for token in tokens:
-        if not 0 <= token < vocab_size:
-            raise InvalidRequest(f"`{param}` holds token {token}, not in the vocabulary of {vocab_size}", param)
+    if tokens and not 0 <= min(tokens) <= max(tokens) < vocab_size:
+        wrong = next(token for token in tokens if not 0 <= token < vocab_size)
+        raise InvalidRequest(f"`{param}` holds token {wrong}, not in the vocabulary of {vocab_size}", param)
+
+
+def check_length(count: int, what: str, limit: int, param: str) -> None:
+    """Refuse early what cannot fit the context by far, so that no time is spent on it."""
+    if count > limit:
+        raise InvalidRequest(
+            f"This model's maximum context length is {limit} tokens. However, the prompt has {count} {what}. "
+            "Please shorten it.",
+            param,
+            "context_length_exceeded",
+        )
 
 
 def check_sequences(count: int) -> None:
