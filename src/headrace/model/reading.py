@@ -18,25 +18,15 @@ def read_model(path: Path, config: Any, dtype: torch.dtype, device: torch.device
 
     Raises: ModelError if Transformers cannot read it, or if weights are missing, left over, or of another shape.
     """
-    from transformers import AutoModelForCausalLM
-
     attention.register()
-    extra: dict[str, Any] = {"device_map": device} if device.type == "cuda" else {}
-    if count_experts(config):
-        extra["experts_implementation"] = "grouped_mm"
     try:
-        with _quiet():
-            model, info = AutoModelForCausalLM.from_pretrained(
-                path,
-                config=config,
-                dtype=dtype,
-                attn_implementation=attention.NAME,
-                local_files_only=True,
-                ignore_mismatched_sizes=True,  # Refused below, with the weight's name.
-                output_loading_info=True,
-                **extra,
-            )
-    except (ValueError, ImportError, RuntimeError, KeyError, OSError, NotImplementedError, AttributeError) as error:
+        try:
+            model, info = _from_pretrained(path, config, dtype, device, "grouped_mm" if count_experts(config) else None)
+        except ValueError as error:
+            if "setting experts implementation" not in str(error):
+                raise
+            model, info = _from_pretrained(path, config, dtype, device, None)
+    except (ValueError, ImportError, RuntimeError, LookupError, OSError, TypeError, AttributeError) as error:
         method = _quantisation(config)
         reason = (str(error) or type(error).__name__).splitlines()[0]
         if method is not None:
@@ -47,6 +37,28 @@ def read_model(path: Path, config: Any, dtype: torch.dtype, device: torch.device
     _check_complete(path, info)
     whole: nn.Module = model.eval().requires_grad_(False)
     return whole
+
+
+def _from_pretrained(
+    path: Path, config: Any, dtype: torch.dtype, device: torch.device, experts: str | None
+) -> tuple[Any, dict[str, Any]]:
+    from transformers import AutoModelForCausalLM
+
+    extra: dict[str, Any] = {"device_map": device} if device.type == "cuda" else {}
+    if experts is not None:
+        extra["experts_implementation"] = experts
+    with _quiet():
+        model, info = AutoModelForCausalLM.from_pretrained(
+            path,
+            config=config,
+            dtype=dtype,
+            attn_implementation=attention.NAME,
+            local_files_only=True,
+            ignore_mismatched_sizes=True,  # Refused by `_check_complete`, with the weight's name.
+            output_loading_info=True,
+            **extra,
+        )
+    return model, info
 
 
 def _check_complete(path: Path, info: dict[str, Any]) -> None:

@@ -1,7 +1,7 @@
 """Row-by-row float32 kernels for what lies between the linears: one pass over the data, no temporaries.
 
-Torch's own row norms and activations make several passes and temporaries; at 512 rows of 576 numbers `rms_norm` takes
-0.95 ms, this one 0.04. Serial: they cost some 2% of the linears around them, and start no second pool of threads.
+Torch's own row norms and activations make several passes and temporaries and take two to three times as long. Serial:
+they cost some 2% of the linears around them, and start no second pool of threads.
 Compiled once, kept under `HEADRACE_HOME/kernels`.
 """
 
