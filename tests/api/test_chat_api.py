@@ -1,24 +1,11 @@
 """Chat completions through the official client, streamed and not."""
 
-import json
 from typing import Any
 
 import openai
 import pytest
-from llguidance import LLMatcher, LLTokenizer
 from openai.types.chat import ChatCompletionChunk
 from served import THINKING, Served, serve_parrot
-
-WEATHER: Any = {
-    "type": "function",
-    "function": {
-        "name": "get_weather",
-        "description": "Tells the weather.",
-        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
-    },
-}
-CLOCK: Any = {"type": "function", "function": {"name": "clock"}}
-CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Köln ☃"}}\n</tool_call>'
 
 
 def say(text: str) -> list[Any]:
@@ -161,92 +148,6 @@ def test_continue_final_message(server: Served) -> None:
         model="parrot", messages=messages, max_tokens=1, extra_body={"continue_final_message": True}
     )
     assert server.tokenizer.decode(server.engine.seen[-1].prompt).endswith("assistant\nThe answer is")
-
-
-@pytest.mark.parametrize("text", [CALL, f"Let me look.\n{CALL}\n{CALL}"])
-def test_tool_calls(server: Served, text: str) -> None:
-    client = server.client()
-    whole = client.chat.completions.create(model="parrot", messages=say(text), tools=[WEATHER, CLOCK])
-    message = whole.choices[0].message
-    assert whole.choices[0].finish_reason == "tool_calls"
-    assert message.content == ("Let me look." if text.startswith("Let") else None)
-    calls: Any = message.tool_calls
-    assert len(calls) == text.count("<tool_call>")
-    assert {c.function.name for c in calls} == {"get_weather"}
-    assert [json.loads(c.function.arguments) for c in calls] == [{"city": "Köln ☃"}] * len(calls)
-    assert len({c.id for c in calls}) == len(calls)
-
-    streamed: dict[int, dict[str, str]] = {}
-    pieces = 0
-    for chunk in client.chat.completions.create(model="parrot", messages=say(text), tools=[WEATHER], stream=True):
-        for call in chunk.choices[0].delta.tool_calls or []:
-            assert call.function is not None
-            known = streamed.setdefault(call.index, {"name": call.function.name or "", "arguments": ""})
-            known["arguments"] += call.function.arguments or ""
-            pieces += bool(call.function.arguments)
-        assert "<tool" not in (chunk.choices[0].delta.content or "")
-    assert chunk.choices[0].finish_reason == "tool_calls"
-    assert [c["name"] for c in streamed.values()] == ["get_weather"] * len(calls)
-    assert [c["arguments"] for c in streamed.values()] == [c.function.arguments for c in calls]
-    assert pieces > 3 * len(calls)
-
-
-@pytest.mark.parametrize(
-    ("choice", "parallel", "allowed", "refused"),
-    [
-        ("required", True, [CALL, f"{CALL}\n{CALL}", CALL.replace("get_weather", "clock")], ["no call"]),
-        ("required", False, [CALL], [f"{CALL}\n{CALL}"]),
-        ({"type": "function", "function": {"name": "get_weather"}}, True, [CALL], [f"{CALL}\n{CALL}"]),
-    ],
-)
-def test_forced_calls_carry_a_grammar(
-    server: Served, choice: Any, parallel: bool, allowed: list[str], refused: list[str]
-) -> None:
-    answer = server.client().chat.completions.create(
-        model="parrot", messages=say(CALL), tools=[WEATHER, CLOCK], tool_choice=choice, parallel_tool_calls=parallel
-    )
-    assert answer.choices[0].finish_reason == "tool_calls"
-    grammar = server.engine.seen[-1].params.grammar
-    assert grammar is not None
-    assert grammar.kind == "lark"
-    compiled = LLMatcher.grammar_from_lark(grammar.text)
-
-    def accepts(text: str) -> bool:
-        matcher = LLMatcher(LLTokenizer("byte"), compiled)
-        return matcher.try_consume_tokens(list(text.encode())) == len(text.encode()) and matcher.is_accepting()
-
-    for text in allowed:
-        text = text.replace('{"city": "Köln ☃"}', "{}") if "clock" in text else text
-        assert accepts(text), text
-    for text in [*refused, CALL.replace('"city"', '"town"'), CALL.replace("get_weather", "nothing")]:
-        assert not accepts(text), text
-
-
-def test_tools_are_told_in_text_where_the_template_knows_none(server: Served) -> None:
-    messages: Any = [
-        {"role": "system", "content": "Be nice."},
-        {"role": "user", "content": "Weather?"},
-        {
-            "role": "assistant",
-            "content": None,
-            "tool_calls": [{"id": "1", "type": "function", "function": {"name": "clock", "arguments": '{"a": 1}'}}],
-        },
-        {"role": "tool", "tool_call_id": "1", "content": "noon"},
-    ]
-    server.client().chat.completions.create(model="parrot", messages=messages, tools=[WEATHER], max_tokens=1)
-    prompt = server.tokenizer.decode(server.engine.seen[-1].prompt)
-    assert prompt.startswith("<|im_start|>system\nBe nice.\n\n")
-    assert '"name": "get_weather"' in prompt
-    assert '<tool_call>\n{"name": "clock", "arguments": {"a": 1}}\n</tool_call>' in prompt
-    assert "<|im_start|>user\n<tool_response>\nnoon\n</tool_response>" in prompt
-
-
-def test_tool_choice_none_keeps_the_text(server: Served) -> None:
-    answer = server.client().chat.completions.create(
-        model="parrot", messages=say(CALL), tools=[WEATHER], tool_choice="none"
-    )
-    assert answer.choices[0].message.content == CALL
-    assert answer.choices[0].finish_reason == "stop"
 
 
 def test_reasoning_is_apart() -> None:

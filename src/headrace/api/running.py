@@ -66,7 +66,10 @@ def check_finish(batch: Batch) -> None:
     """Raise what the engine reports of a sequence that it had to give up."""
     for _, delta in batch:
         if delta.finish == "error":
-            raise ApiError(500, delta.error or "the engine failed on this request", "server_error", code="engine_error")
+            said = delta.error or "the engine failed on this request"
+            if "grammar" in said:  # it compiled, but its own steps lead nowhere or cost too much
+                raise ApiError(400, said, param="structured_outputs", code="grammar_failed")
+            raise ApiError(500, said, "server_error", code="engine_error")
 
 
 async def _watch(receive: Receive, mailbox: Mailbox) -> None:
