@@ -8,6 +8,7 @@ from paged_batch import PagedBatch, empty_planes, worst
 from transformers import masking_utils
 
 from headrace.core.errors import ConfigError
+from headrace.kernels import cpu
 from headrace.kernels.attention import AttentionBackend, backend_for
 
 BACKENDS = {
@@ -88,6 +89,13 @@ def test_a_row_does_not_depend_on_the_batch(window: int | None) -> None:
         assert torch.equal(mixed[3], whole[3][254:255])
 
 
+def test_registers_of_avx2(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tile shape of machines without AVX-512."""
+    monkeypatch.setattr(cpu, "_lanes", lambda: (8, 2))
+    paged = PagedBatch(BACKENDS["numba"], [(1, 700), (130, 300), (5, 5)], group=4, dim=80)
+    assert worst(paged.attend(window=200), paged.dense(200)) < TOLERANCE
+
+
 def test_memory_after_a_sequence_is_never_read() -> None:
     """NaN in unwritten slots, in foreign pages and behind wild table entries reaches no output."""
     paged = PagedBatch(BACKENDS["numba"], [(1, 5), (3, 300), (60, 61)])
@@ -125,7 +133,7 @@ def test_strided_rows_and_half_precision_queries() -> None:
 @pytest.mark.parametrize(("kv_dtype", "bound"), [("bfloat16", 2.0**-9), ("float16", 2.0**-12)])
 @pytest.mark.parametrize("name", ["numba", "torch"])
 def test_16_bit_kv(name: str, kv_dtype: str, bound: float) -> None:
-    """The error is that of rounding K and V once: compared with exact attention over the rounded KV there is none left."""
+    """The error is that of rounding K and V once: against exact attention over the rounded KV there is none left."""
     paged = PagedBatch(BACKENDS[name], [(1, 700), (70, 300), (1, 3)], dim=64, kv_dtype=kv_dtype)
     exact = paged.dense()
     if name == "torch":
@@ -155,8 +163,8 @@ def test_contradicting_plans_are_refused() -> None:
     paged = PagedBatch(BACKENDS["numba"], [(2, 40)])
     with pytest.raises(ValueError, match="do not fit cached lengths"):
         paged.plan([(3, 2)])
+    paged.q[0] = torch.randn(500, 6, 32)
     with pytest.raises(ValueError, match="do not hold 500 tokens"):
-        paged.q[0] = torch.randn(500, 6, 32)
         paged.attend([(1, 500)])
     step = paged.plan([(2, 40)])
     with pytest.raises(ValueError, match="does not fit 2 rows"):

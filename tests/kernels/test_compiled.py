@@ -50,17 +50,26 @@ def test_the_team_is_torchs() -> None:
     assert Path(torch.__path__[0]) in Path(path).parents
 
 
+_USE_BOTH = """
+from headrace.kernels.attention import backend_for
+from paged_batch import PagedBatch, worst
+for page_size in (16, 8):
+    paged = PagedBatch(backend_for("cpu", threads=1), [(1, 300), (20, 90)], dim=80, page_size=page_size)
+    assert worst(paged.attend(), paged.dense()) < 1e-5, page_size
+"""
+
+
 def test_machine_code_is_kept_between_processes(tmp_path: Path) -> None:
-    """The second process compiles nothing: it adds and changes no file."""
-    program = (
-        "from headrace.kernels.attention import backend_for\nbackend_for('cpu', threads=1).warmup(16, 'float32')\n"
-    )
+    """Two tile shapes, compiled by different processes, work in a third, which compiles nothing: no file changes."""
+    warm = "from headrace.kernels.attention import backend_for; backend_for('cpu', threads=1).warmup({}, 'float32')"
+    environment = {**os.environ, "HEADRACE_HOME": str(tmp_path), "PYTHONPATH": str(Path(__file__).parent)}
     seen = []
-    for _ in range(2):
-        subprocess.run([sys.executable, "-c", program], env={**os.environ, "HEADRACE_HOME": str(tmp_path)}, check=True)
-        seen.append({file: file.stat().st_mtime_ns for file in tmp_path.rglob("*.nb[ci]")})
+    for program in (warm.format(16), warm.format(8), _USE_BOTH):
+        subprocess.run([sys.executable, "-c", program], env=environment, check=True)
+        seen.append({file.name: file.stat().st_mtime_ns for file in tmp_path.rglob("*.nb[ci]")})
     assert len(seen[0]) == 4
-    assert seen[0] == seen[1]
+    assert len(seen[1]) == 5
+    assert seen[1] == seen[2]
 
 
 @njit

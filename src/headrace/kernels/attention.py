@@ -71,8 +71,8 @@ class AttentionBackend(Protocol):
             cu_q: `[n + 1]`; sequence i owns the packed rows `cu_q[i]:cu_q[i + 1]`.
             kv_lens: `[n]`; tokens of sequence i in the cache once this step's are written: its rows have the positions
                 `kv_lens[i] - (cu_q[i + 1] - cu_q[i]) .. kv_lens[i] - 1`.
-            block_tables: `[n, max_pages]`; page of each run of `page_size` positions. Entries past the last page may hold
-                anything; so may entries wholly before a layer's window.
+            block_tables: `[n, max_pages]`; page of each run of `page_size` positions. Entries past the last page may
+                hold anything; so may entries wholly before a layer's window.
             slots: `[rows]`; `page * page_size + offset` where a row's KV goes; negative: it is not stored.
             num_heads: query heads per row; only the ratio to `num_kv_heads` matters.
             num_kv_heads: kv heads.

@@ -1,8 +1,9 @@
 """Compiles Numba functions into C functions and keeps the machine code between runs.
 
-The code lies under `HEADRACE_HOME/kernels/<digest>`; the digest covers all sources of the kernel and the versions of Numba
-and llvmlite, because Numba itself notices a change only in the file of the outermost function. Numba adds the CPU model to
-the key, so a home folder shared by different machines is safe; files appear by rename, so processes may share it.
+The code lies under `HEADRACE_HOME/kernels/<digest>`; the digest covers all sources of the kernel and the versions of
+Numba and llvmlite, because Numba itself notices a change only in the file of the outermost function. Numba adds the CPU
+model to the key, so a home folder shared by different machines is safe; files appear by rename, so processes may share
+it.
 """
 
 import functools
@@ -11,12 +12,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import llvmlite
+import llvmlite  # type: ignore[import-untyped]
 import numba
 from numba.core import config
 
 from headrace.core import paths
-
 
 _SOURCES = ("vectors.py", "memory.py", "tiles.py", "tile_rows.py", "paged.py", "paged_write.py")
 

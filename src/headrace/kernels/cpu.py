@@ -6,13 +6,14 @@ result is that of rounded K and V: a relative error of 2^-9 (bfloat16) or 2^-12 
 """
 
 import functools
+import platform
 from typing import Any
 
 import numba
 import numpy as np
 import numpy.typing as npt
 import torch
-from llvmlite import binding
+from llvmlite import binding  # type: ignore[import-untyped]
 from numba import types
 
 from headrace.core.errors import ConfigError
@@ -100,13 +101,15 @@ class NumbaAttention:
         threads: how many threads attend; 0: as many as torch uses.
 
     Raises:
-        ConfigError: several threads are wanted but torch has no OpenMP runtime to lend them.
+        ConfigError: the CPU is too old, or several threads are wanted and torch has no OpenMP runtime to lend them.
     """
 
     name = "numba"
     device = "cpu"
 
     def __init__(self, threads: int = 0) -> None:
+        if platform.machine() in ("x86_64", "AMD64") and not binding.get_host_cpu_features().get("fma"):
+            raise ConfigError("this CPU has no FMA instructions; choose attention kernel 'torch'")
         self.threads = openmp.check(threads)
 
     def k_page_shape(self, page_size: int, head_dim: int) -> tuple[int, int]:

@@ -1,7 +1,7 @@
 """Paged attention on CUDA: FlashInfer where it is installed, else plain torch. Not run on a GPU yet.
 
-FlashInfer reads the planes as they are, `[kv_heads, pages, page_size, head_dim]`, through a transposed view in its `HND`
-layout (it takes the strides of pages and heads from the tensors). Writing, reading and copying pages are torch's.
+FlashInfer reads the planes as they are, `[kv_heads, pages, page_size, head_dim]`, through a transposed view in its
+`HND` layout (it takes the strides of pages and heads from the tensors). Writing, reading and copying pages are torch's.
 """
 
 import importlib
@@ -17,8 +17,15 @@ from headrace.core.errors import ConfigError
 from headrace.kernels.attention import AttentionBackend, Planes
 from headrace.kernels.torch_attention import TorchAttention, TorchStep
 
-_WORKSPACE = 128 << 20
+WORKSPACE_BYTES = 128 << 20
 """Bytes of device memory that FlashInfer asks for per wrapper."""
+
+_HEAD_DIMS = (64, 128, 256)
+
+
+def flashinfer_runs(dtype: torch.dtype, head_dim: int) -> bool:
+    """Whether FlashInfer has kernels for queries of this type and heads of this size."""
+    return dtype in (torch.float16, torch.bfloat16) and head_dim in _HEAD_DIMS
 
 
 def cuda_backend(device: str, *, require_flashinfer: bool = False) -> AttentionBackend:
@@ -48,8 +55,8 @@ class FlashInferStep(TorchStep):
 class FlashInferAttention(TorchAttention):
     """Decode rows and prefill chunks in one `BatchPrefillWithPagedKVCacheWrapper` call per layer.
 
-    One wrapper is kept per setting (scale, window, soft-cap, head counts), since FlashInfer plans each apart; it is planned
-    again when another step uses it. float32, which FlashInfer has no kernels for, goes the way of plain torch.
+    One wrapper is kept per setting (scale, window, soft-cap, head counts), since FlashInfer plans each apart; it is
+    planned again when another step uses it. float32, which FlashInfer has no kernels for, goes the way of plain torch.
     """
 
     name = "flashinfer"
@@ -95,7 +102,7 @@ class FlashInferAttention(TorchAttention):
         softcap: float | None = None,
     ) -> torch.Tensor:
         """See `AttentionBackend.attend`."""
-        if q.dtype == torch.float32 or not isinstance(step, FlashInferStep):
+        if not (flashinfer_runs(q.dtype, q.shape[2]) and isinstance(step, FlashInferStep)):
             return super().attend(step, q, k_planes, v_planes, scale=scale, window=window, softcap=softcap)
         assert isinstance(k_planes, torch.Tensor)
         assert isinstance(v_planes, torch.Tensor)
@@ -103,7 +110,7 @@ class FlashInferAttention(TorchAttention):
         setting = (scale, window, softcap, q.shape[1], kv_heads, page_size, dim, q.dtype, k_planes.dtype)
         wrapper = self._wrappers.get(setting)
         if wrapper is None:
-            workspace = torch.empty(_WORKSPACE, dtype=torch.uint8, device=self.device)
+            workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=self.device)
             wrapper = self._wrappers[setting] = self._wrapper_type(workspace, "HND")
         if self._planned.get(setting) is not step:
             indptr, indices, last = page_lists(step.kv_lens, step.block_tables, page_size, pages)

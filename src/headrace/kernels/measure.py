@@ -74,7 +74,7 @@ def alternate(calls: Sequence[Callable[[], object]], rounds: int) -> list[float]
 
 
 def attention_flops(rows: int, context: int) -> float:
-    """Multiply-adds (counted as 2) of causal attention of `rows` new positions after `context` older ones, one layer."""
+    """FLOPs (a multiply-add counts 2) of causal attention of `rows` positions after `context` older ones, one layer."""
     return 4.0 * HEADS * HEAD_DIM * (rows * context + rows * (rows + 1) / 2)
 
 
@@ -90,8 +90,8 @@ def measure(
         layers: layers per step.
 
     Returns:
-        `sum_gb_s`: bandwidth of `torch.sum` over 256 MB. `decode_8k_ms`, `decode_8k_gb_s`, `decode_8k_share`: all layers of
-        one step of one 8,192-token context, its KV bytes per second, and that as a share of `sum_gb_s`.
+        `sum_gb_s`: bandwidth of `torch.sum` over 256 MB. `decode_8k_ms`, `decode_8k_gb_s`, `decode_8k_share`: all
+        layers of one step of one 8,192-token context, its KV bytes per second, and that as a share of `sum_gb_s`.
         `decode_batch_gb_s`: 48 sequences of 40 to 700 tokens. `prefill_0_gflop_s`, `prefill_3072_gflop_s`: 512 new
         rows after 0 and 3,072 tokens; `prefill_3072_sdpa_gflop_s`: torch over contiguous KV, for comparison.
     """
@@ -115,18 +115,21 @@ def measure(
 
     some = min(layers, 4)
     fresh, late = _Pool(backend, [512], some, kv_dtype), _Pool(backend, [3584], some, kv_dtype)
-    first, second, dense = alternate([fresh.step([512]), late.step([512]), _contiguous(3584, 512, some)], rounds)
+    first, second, dense = alternate(
+        [fresh.step([512]), late.step([512]), _contiguous(3584, 512, some, backend.device)], rounds
+    )
     numbers["prefill_0_gflop_s"] = some * attention_flops(512, 0) / first / 1e9
     numbers["prefill_3072_gflop_s"] = some * attention_flops(512, 3072) / second / 1e9
     numbers["prefill_3072_sdpa_gflop_s"] = some * attention_flops(512, 3072) / dense / 1e9
     return numbers
 
 
-def _contiguous(length: int, rows: int, layers: int) -> Callable[[], None]:
+def _contiguous(length: int, rows: int, layers: int, device: str) -> Callable[[], None]:
     """Torch's attention of the last `rows` of a context over KV that lies contiguous, heads not expanded."""
-    q = torch.randn(1, HEADS, rows, HEAD_DIM)
-    keys = [torch.randn(1, KV_HEADS, length, HEAD_DIM) for _ in range(2 * layers)]
-    mask = torch.arange(length)[None, :] <= torch.arange(length - rows, length)[:, None]
+    q = torch.randn(1, HEADS, rows, HEAD_DIM, device=device)
+    keys = [torch.randn(1, KV_HEADS, length, HEAD_DIM, device=device) for _ in range(2 * layers)]
+    at = torch.arange(length, device=device)
+    mask = at[None, :] <= at[length - rows :, None]
 
     def call() -> None:
         for k, v in zip(keys[::2], keys[1::2]):

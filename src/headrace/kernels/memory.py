@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from llvmlite import ir
+from llvmlite import ir  # type: ignore[import-untyped]
 from numba import types
 from numba.extending import intrinsic
 
@@ -18,7 +18,7 @@ def load_i64(typingctx: Any, address: Any, index: Any) -> Any:
     """The int64 number `index` at an address."""
 
     def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.load(builder.inttoptr(_at(builder, *args, 8), I64.as_pointer()), typ=I64)
+        return builder.load(builder.inttoptr(_at(builder, args[0], args[1], 8), I64.as_pointer()), typ=I64)
 
     return types.int64(types.int64, types.int64), emit
 
@@ -40,7 +40,7 @@ def load_i32(typingctx: Any, address: Any, index: Any) -> Any:
     """The int32 number `index` at an address."""
 
     def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        raw = builder.load(builder.inttoptr(_at(builder, *args, 4), I32.as_pointer()), typ=I32)
+        raw = builder.load(builder.inttoptr(_at(builder, args[0], args[1], 4), I32.as_pointer()), typ=I32)
         return builder.sext(raw, I64)
 
     return types.int64(types.int64, types.int64), emit
@@ -51,7 +51,7 @@ def load_f32(typingctx: Any, address: Any, index: Any) -> Any:
     """The float32 number `index` at an address."""
 
     def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.load(builder.inttoptr(_at(builder, *args, 4), F32.as_pointer()), typ=F32)
+        return builder.load(builder.inttoptr(_at(builder, args[0], args[1], 4), F32.as_pointer()), typ=F32)
 
     return types.float32(types.int64, types.int64), emit
 

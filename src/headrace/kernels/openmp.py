@@ -1,9 +1,13 @@
 """Runs a compiled kernel on the threads that torch already has.
 
-Numba's own OpenMP layer is linked to another copy of libgomp than torch's wheel carries: two pools of threads, whose
-members spin against each other for the same cores after every parallel region. So kernels here are plain C functions
-`void (void *)`, entered by every thread of a team of torch's OpenMP runtime (`GOMP_parallel`); the call holds no
-interpreter lock. One thread needs no team: the function is called directly.
+Numba's own OpenMP layer is linked to the system's libgomp, which may be missing, while torch's wheel carries a copy of
+its own: two pools of threads for the same cores. So kernels here are plain C functions `void (void *)`, entered by each
+thread of a team of torch's runtime (`GOMP_parallel`); the call costs a microsecond and holds no interpreter lock. One
+thread needs no team: the function is called directly.
+
+Threads of a team spin for a while before they sleep, by default so long that a busy neighbour process (the front) costs
+a step several times its length. The engine's process should be started with `GOMP_SPINCOUNT=2000` in its environment
+(libgomp reads it when it is loaded): no slower on idle cores, several times faster on shared ones.
 """
 
 import ctypes
@@ -33,7 +37,7 @@ def _team() -> Callable[[int, int, int, int], None]:
             continue
         start.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]
         start.restype = None
-        return start  # type: ignore[no-any-return]
+        return start
     raise ConfigError("found no OpenMP runtime with GOMP_parallel in this process; use --threads 1")
 
 

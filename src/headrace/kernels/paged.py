@@ -1,12 +1,12 @@
 """The compiled attention kernel: walks a step's work list and runs the tiles.
 
-One call is one layer. Every thread of the team enters `attend_kernel` with the same `attend_record` and takes work items
-from an atomic counter until none is left, so a thread whose core is taken by others delays nothing but its own item.
+One call is one layer. Every thread of the team enters `attend_kernel` with the same `attend_record` and takes work
+items from an atomic counter until none is left, so a thread whose core is taken by others delays only its own item.
 
-The arithmetic of a row is fixed by its position alone: the context is cut at absolute multiples of `SEGMENT` tokens, each
-segment gets its own softmax, and segments are merged in order (flash-decoding, and the rescaling of FlashAttention-2, with
-cuts that do not depend on the batch). Which thread computes a segment, with which neighbours, and whether a sequence is
-split over threads changes no bit.
+The arithmetic of a row is fixed by its position alone: the context is cut at absolute multiples of `SEGMENT` tokens,
+each segment gets its own softmax, and segments are merged in order (flash-decoding, and the rescaling of
+FlashAttention-2, with cuts that do not depend on the batch). Which thread computes a segment, with which neighbours,
+and whether a sequence is split over threads changes no bit.
 """
 
 from collections import namedtuple
@@ -36,8 +36,8 @@ _NUMBERS = (
 )  # fmt: skip
 
 Scratch = namedtuple("Scratch", ("strips", "scores", "part", "stats", "q", "total"))
-"""Addresses of a thread's memory: addresses of strips; scores and results of one register tile, (max, sum) of its rows; a
-tile's packed queries; its merged results."""
+"""Addresses of a thread's memory: addresses of strips; scores and results of one register tile, (max, sum) of its rows;
+a tile's packed queries; its merged results."""
 
 
 def attend_record(element: Any, lanes: int, strips: int) -> np.dtype[Any]:
@@ -117,9 +117,9 @@ def _v_strip(a, tile, head, token):  # type: ignore[no-untyped-def]
 def _find_strips(a, tile, head, segment, low, high, strips, next_tile, next_head, next_segment):  # type: ignore[no-untyped-def]
     """Lists the strips of a segment: K, then V, then the first ones of what is computed next.
 
-    Tiles prefetch some strips ahead of what they read, so the list is in the order of reading. Block table entries outside
-    `low..high-1` may hold anything: where a tile reads such a strip (its scores are masked), another one stands in; where it
-    only prefetches, what is read next does.
+    Tiles prefetch some strips ahead of what they read, so the list is in the order of reading. Block table entries
+    outside `low..high-1` may hold anything: where a tile reads such a strip (its scores are masked), another one stands
+    in; where it only prefetches, what is read next does.
     """
     lanes, count = a.kv.shape
     n = SEGMENT // lanes
@@ -168,7 +168,7 @@ def _segment(a, s, tile, head, segment, total, next_tile, next_head, next_segmen
         if first < last:
             begin, end = first // wide, (last + wide - 1) // wide
             for c in range(begin, end):
-                score_rows(a.kv, m, s.q + 4 * done * a.padded, 4 * a.padded, a.dim, s.strips + 8 * c * count,
+                score_rows(a, m, s.q + 4 * done * a.padded, 4 * a.padded, a.dim, s.strips + 8 * c * count,
                            a.item_size << a.page_shift, s.scores + 4 * c * wide, 4 * SEGMENT)  # fmt: skip
             for i in range(m):
                 seen = position + (done + i) // a.group + 1 - start - begin * wide
@@ -178,7 +178,7 @@ def _segment(a, s, tile, head, segment, total, next_tile, next_head, next_segmen
                     softmax_row(a.kv, 1, scores, vectors, seen - a.window, seen, a.cap, s.stats + 8 * i)
                 else:
                     softmax_row(a.kv, 0, scores, vectors, seen - a.window, seen, a.cap, s.stats + 8 * i)
-            weigh_rows(a.kv, m, s.scores, 4 * SEGMENT, first, last, v_strips, a.padded, a.item_size,
+            weigh_rows(a, m, s.scores, 4 * SEGMENT, first, last, v_strips, a.padded, a.item_size,
                        a.item_size * a.padded, s.part, 4 * a.padded)  # fmt: skip
             for i in range(m):
                 row = total + 4 * (done + i) * (a.padded + STATS)

@@ -1,13 +1,13 @@
 """The three inner tiles of attention, as Numba intrinsics: scores, softmax, weighted sum.
 
-A *strip* is a run of `lanes` tokens inside one page; strips are given as arrays of addresses, so a tile walks a page table
-without copying. `kv` in the signatures is an array whose type alone matters: `dtype` says how KV is stored and `shape`
-is (lanes, strips per tile). All addresses are integers; all sums run in one order, whatever the tile.
+A *strip* is a run of `lanes` tokens inside one page; strips are given as arrays of addresses, so a tile walks a page
+table without copying. `kv` in the signatures is an array whose type alone matters: `dtype` says how KV is stored and
+`shape` is (lanes, strips per tile). All addresses are integers; all sums run in one order, whatever the tile.
 """
 
 from typing import Any
 
-from llvmlite import ir
+from llvmlite import ir  # type: ignore[import-untyped]
 from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
@@ -34,7 +34,7 @@ def _accumulate(builder: Any, v: Vectors, cells: list[list[Any]], factors: list[
 
 
 def _prefetch(builder: Any, address: Any) -> None:
-    """Fetches a line into the second-level cache: the first level has too few fills in flight to cover memory's latency."""
+    """Fetches a line into the second-level cache: the first has too few fills in flight to cover memory's latency."""
     pointer = ir.IntType(8).as_pointer()
     function = builder.module.declare_intrinsic(
         "llvm.prefetch.p0", (), ir.FunctionType(ir.VoidType(), [pointer, I32, I32, I32])

@@ -1,7 +1,7 @@
 """Paged attention in plain torch: gather a sequence's pages, then scaled dot-product attention.
 
-The fallback on CUDA where FlashInfer is missing, and the reference that tests run on CPU. It copies each context once per
-call, so it is no choice for long contexts.
+The fallback on CUDA where FlashInfer is missing, and the reference that tests run on CPU. It copies each context once
+per call, so it is no choice for long contexts.
 """
 
 from dataclasses import dataclass

@@ -1,13 +1,13 @@
 """Emits LLVM vector code: loads that widen 16-bit KV, fused multiply-add, reductions, 2^x and tanh.
 
-Numba offers no vector type, and its loops vectorise only along one axis; the attention tiles need registers blocked over
-rows and tokens at once. So the inner tiles are emitted as LLVM IR. Nothing here uses fast-math: each result is rounded the
-same way in whatever tile it is computed, so that a row does not depend on its neighbours.
+Numba offers no vector type, and its loops vectorise only along one axis; the attention tiles need registers blocked
+over rows and tokens at once. So the inner tiles are emitted as LLVM IR. Nothing here uses fast-math: each result is
+rounded the same way in whatever tile it is computed, so that a row does not depend on its neighbours.
 """
 
 from typing import Any
 
-from llvmlite import ir
+from llvmlite import ir  # type: ignore[import-untyped]
 from numba import types
 
 F32 = ir.FloatType()
@@ -16,7 +16,7 @@ I32 = ir.IntType(32)
 I64 = ir.IntType(64)
 
 FLOAT32, BFLOAT16, FLOAT16 = types.float32, types.uint16, types.int16
-"""Numba types that stand for a stored element: 16-bit floats travel as integers, unsigned for bfloat16, signed for float16."""
+"""Numba types that stand for a stored element: 16-bit floats travel as integers, unsigned for bfloat16, else signed."""
 
 EMPTY = -1e30
 """The maximum of no scores. Finite, so that the difference of two of them is 0 and not NaN."""

@@ -28,7 +28,8 @@ class NumbaStep:
         block_tables: `[n, max_pages]`.
         slots: `[rows]`.
         tiles: `[tiles, 6]`: sequence, first packed row, tokens, position of the first, segments, first partial row.
-        work: `[entries, 3]`: tile, segment or -1 for all of them, unused; in falling order of cost. Each is done per kv head.
+        work: `[entries, 3]`: tile, segment or -1 for all of them, cost; in falling order of cost. Each is done per kv
+            head.
         partial_rows: rows of partial results per head.
         longest: tokens of the longest context.
         buffers: scratch memory, made when the head sizes are known.
