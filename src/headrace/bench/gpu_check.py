@@ -1,8 +1,8 @@
 """One run where a GPU is at hand: is the CUDA path right, and how fast is it? `make gpu-check`, under 8 minutes.
 
 Parity in fp32 on tiny models of several families and, where it can be fetched, on the default model; then the mixed
-workload in bfloat16. Prints one JSON object; exit code 1 when parity is broken, 2 where there is no GPU. Not run on a GPU
-yet.
+workload in bfloat16. Prints one JSON object; exit code 1 when parity is broken, 2 where there is no GPU.
+Not run on a GPU yet.
 """
 
 import sys
