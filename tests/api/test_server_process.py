@@ -4,7 +4,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -52,6 +51,7 @@ class Process:
         self.out: list[str] = []
         self.err: list[str] = []
         self.announced = threading.Event()
+        self.speaking = threading.Event()
         self._readers = [threading.Thread(target=self._read_out), threading.Thread(target=self._read_err)]
         for reader in self._readers:
             reader.start()
@@ -79,7 +79,9 @@ class Process:
 
     def _read_err(self) -> None:
         assert self.process.stderr is not None
-        self.err.extend(self.process.stderr)
+        for line in self.process.stderr:
+            self.err.append(line)
+            self.speaking.set()
 
 
 @contextmanager
@@ -88,23 +90,11 @@ def started(model: Path, *flags: str) -> Iterator[Process]:
     try:
         assert server.announced.wait(120)
         assert server.process.poll() is None, server.err
-        until_listening(server)
         yield server
     finally:
         if server.process.poll() is None:
             os.killpg(server.process.pid, signal.SIGKILL)
         server.wait()
-
-
-def until_listening(server: Process) -> None:
-    deadline = time.monotonic() + 20
-    while time.monotonic() < deadline:
-        try:
-            socket.create_connection(("127.0.0.1", server.port), timeout=1).close()
-            return
-        except ConnectionRefusedError:
-            continue
-    raise AssertionError("the server announced itself but does not listen")
 
 
 def engine_pid(server: Process) -> int:
@@ -232,6 +222,14 @@ def test_a_model_that_is_not_there() -> None:
     assert server.wait(60) != 0
     assert "/no/such/model" in server.err[-1]
     assert "Traceback" not in "".join(server.err)
+    assert server.out == []
+
+
+def test_sigterm_while_the_model_loads(model: Path) -> None:
+    server = Process(model)
+    assert server.speaking.wait(60)
+    server.process.send_signal(signal.SIGTERM)
+    assert server.wait() == 0
     assert server.out == []
 
 

@@ -7,7 +7,8 @@ import math
 import signal
 import socket
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import uvicorn
 
@@ -30,11 +31,14 @@ def serve(config: Config) -> None:
     """Serve until SIGTERM or SIGINT; returns once running requests are done and the engine has ended.
 
     Raises:
-        ConfigError: the address cannot be listened on (found out before the model is loaded).
+        ConfigError: the address cannot be listened on, or a file is missing (found out before the model is loaded).
         HeadraceError: the engine cannot start.
         EngineDead: the engine ended while serving.
     """
     logs.configure(config.server.log_level)
+    template = config.server.chat_template
+    if template is not None and not Path(template).is_file():
+        raise ConfigError(f"--chat-template names {template}, which is not a file")
     with bind(config.server) as listener, asyncio.Runner(loop_factory=_loop_factory()) as runner:
         runner.run(_serve(config, listener))
 
@@ -78,10 +82,10 @@ async def _serve(config: Config, listener: socket.socket) -> None:
             await asyncio.gather(starting, return_exceptions=True)
             return
         generator = starting.result()
+    progress.ready()
     try:
         state = make_state(generator, config.server)
-        server = _Server(_uvicorn_config(state))
-        _announce(state, listener)
+        server = _Server(_uvicorn_config(state), lambda: _announce(state, listener))
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, server.interrupt)
         if interrupt.is_set():
@@ -104,7 +108,21 @@ async def _serve(config: Config, listener: socket.socket) -> None:
 
 
 class _Server(uvicorn.Server):
-    """uvicorn's server with our signals: they are not raised again after a clean end."""
+    """uvicorn's server with our signals: they are not raised again after a clean end.
+
+    Args:
+        config: uvicorn's.
+        announce: called once it listens.
+    """
+
+    def __init__(self, config: uvicorn.Config, announce: Callable[[], None]) -> None:
+        super().__init__(config)
+        self._announce = announce
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Listen, then say so."""
+        await super().startup(sockets)
+        self._announce()
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:

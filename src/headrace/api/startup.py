@@ -41,12 +41,14 @@ class StartProgress:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Clear the bar; say how long it took."""
+        """Clear the bar."""
         if self._bar is not None:
             self._bar.stop()
-        if error is None:
-            sys.stderr.write(f"headrace: started in {time.perf_counter() - self._started:.1f} s\n")
-            sys.stderr.flush()
+
+    def ready(self) -> None:
+        """Say how long it took."""
+        sys.stderr.write(f"headrace: started in {time.perf_counter() - self._started:.1f} s\n")
+        sys.stderr.flush()
 
     def __call__(self, phase: str, done: float) -> None:
         """Show how far a phase is."""
