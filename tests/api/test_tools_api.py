@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 from llguidance import LLMatcher, LLTokenizer
-from served import Served
+from served import CHATML, THINKING, Served, serve_parrot
 
 WEATHER: Any = {
     "type": "function",
@@ -144,3 +144,29 @@ def test_tools_beside_a_schema_allow_either(server: Served) -> None:
         matcher = LLMatcher(LLTokenizer("byte"), LLMatcher.grammar_from_lark(grammar.text))
         data = text.encode()
         assert (matcher.try_consume_tokens(list(data)) == len(data) and matcher.is_accepting()) == allowed
+
+
+def test_a_template_that_knows_tools_prints_them_itself() -> None:
+    with serve_parrot(template="{% if tools %}{{ tools | tojson }}{% endif %}" + CHATML) as served:
+        served.client().chat.completions.create(model="parrot", messages=say("x"), tools=[WEATHER], max_tokens=1)
+        prompt = served.tokenizer.decode(served.engine.seen[-1].prompt)
+        assert json.loads(prompt[: prompt.index("<|im_start|>")]) == [WEATHER]
+        assert "system" not in prompt
+
+
+def test_thoughts_come_before_calls() -> None:
+    with serve_parrot(template=THINKING) as served:
+        text = f"which city?</think>I look.{CALL}"
+        asked: Any = {"model": "parrot", "messages": say(text), "tools": [WEATHER]}
+        message = served.client().chat.completions.create(**asked).choices[0].message
+        calls: Any = message.tool_calls
+        assert (message.model_extra or {})["reasoning_content"] == "which city?"
+        assert message.content == "I look."
+        assert json.loads(calls[0].function.arguments) == {"city": "Köln ☃"}
+        order = []
+        for chunk in served.client().chat.completions.create(**asked, stream=True):
+            delta = chunk.choices[0].delta
+            kinds = {"thought": (delta.model_extra or {}).get("reasoning_content"), "text": delta.content}
+            kinds["call"] = "yes" if delta.tool_calls else None
+            order += [kind for kind, there in kinds.items() if there and order[-1:] != [kind]]
+        assert order == ["thought", "text", "call"]
