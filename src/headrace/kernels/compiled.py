@@ -4,10 +4,16 @@ The code lies under `HEADRACE_HOME/kernels/<digest>`; the digest covers all sour
 Numba and llvmlite, because Numba itself notices a change only in the file of the outermost function. Numba adds the CPU
 model to the key, so a home folder shared by different machines is safe; files appear by rename, so processes may share
 it.
+
+Numba tells functions apart in machine code by a number that counts from 0 in each process (argument types do not always
+do: records are named by such a number too). Kernels compiled by different processes and loaded into one could then call
+each other's functions, so here the count starts at a random number.
 """
 
 import functools
 import hashlib
+import itertools
+import secrets
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,10 +21,13 @@ from typing import Any
 import llvmlite  # type: ignore[import-untyped]
 import numba
 from numba.core import config
+from numba.core.bytecode import FunctionIdentity
 
 from headrace.core import paths
 
-_SOURCES = ("vectors.py", "memory.py", "tiles.py", "tile_rows.py", "paged.py", "paged_write.py")
+_SOURCES = ("compiled.py", "vectors.py", "memory.py", "tiles.py", "tile_rows.py", "paged.py", "paged_write.py")
+
+FunctionIdentity._unique_ids = itertools.count(secrets.randbits(48))
 
 
 @functools.cache

@@ -56,7 +56,8 @@ class FlashInferAttention(TorchAttention):
     """Decode rows and prefill chunks in one `BatchPrefillWithPagedKVCacheWrapper` call per layer.
 
     One wrapper is kept per setting (scale, window, soft-cap, head counts), since FlashInfer plans each apart; it is
-    planned again when another step uses it. float32, which FlashInfer has no kernels for, goes the way of plain torch.
+    planned again when another step uses it. What FlashInfer has no kernels for (float32, unusual head sizes) goes the
+    way of plain torch.
     """
 
     name = "flashinfer"

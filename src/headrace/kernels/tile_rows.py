@@ -1,9 +1,4 @@
-"""The register tiles for any number of rows up to `ROWS`: picks the variant that was compiled for that number.
-
-These functions take the kernel's whole record although they need only `a.kv`: Numba names machine code by the argument
-types, and the name of a nested array lacks its shape, so kernels of different tile shapes, compiled by different
-processes and loaded into one, would call each other's functions.
-"""
+"""The register tiles for any number of rows up to `ROWS`: picks the variant that was compiled for that number."""
 
 from numba import njit
 
