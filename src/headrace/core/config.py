@@ -19,6 +19,7 @@ class ModelConfig:
     dtype: str = option("auto", "type of weights and computation", choices=("auto", "float32", "bfloat16", "float16"))
     device: str = option("auto", "where to compute", choices=("auto", "cpu", "cuda"))
     threads: int = option(0, "CPU threads of the engine; 0: all cores")
+    cuda_graphs: bool = option(True, "on CUDA, replay decode steps as captured graphs")
     max_model_len: int = option(0, "longest prompt plus output in tokens; 0: what the model supports and memory allows")
     seed: int = option(0, "seed of the seeds given to requests that bring none; 0: from the system")
 

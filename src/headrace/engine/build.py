@@ -11,6 +11,7 @@ import torch
 from headrace.core.config import EngineConfig
 from headrace.core.errors import ConfigError
 from headrace.core.events import EngineInfo
+from headrace.engine.graphs import DecodePath
 from headrace.engine.kv_group import KVGroup, KVShape
 from headrace.engine.prefix_index import PageHasher
 from headrace.engine.runner import Runner
@@ -27,8 +28,9 @@ from headrace.perf.model_shape import ModelShape as CostShape
 from headrace.perf.profile import load_or_default
 from headrace.perf.step_time import StepTimeModel
 
-KV_SHARE = 0.4
-KV_MOST = 4 << 30
+#: Of the free memory, where nothing is said: on CPU shared with others, on a device ours but for activations.
+KV_SHARE, KV_MOST = 0.4, 4 << 30
+DEVICE_KV_SHARE = 0.8
 
 #: Called with a phase and how much of it is done, 0..1.
 Progress = Callable[[str, float], None]
@@ -62,11 +64,12 @@ def build(config: EngineConfig, progress: Progress | None = None) -> EngineParts
     path = hub.resolve(model.model, model.revision, lambda report: tell(report.phase, fraction(report)))
     tokenizer = hub.resolve_tokenizer(model.tokenizer, model.revision) if model.tokenizer else path
     need = estimate(path, model.dtype)
-    available = psutil.virtual_memory().available
+    available = free_memory(device)
     tell(f"load {need.weight_bytes / 2**20:,.0f} MiB of weights ({available / 2**20:,.0f} MiB of memory free)", 0.0)
-    if device == "cpu" and need.peak_bytes > available:
+    needed = need.peak_bytes if device == "cpu" else need.weight_bytes
+    if needed > available:
         raise ConfigError(
-            f"{model.model} needs {need.peak_bytes / 2**30:.1f} GiB to load, {available / 2**30:.1f} GiB are free; "
+            f"{model.model} needs {needed / 2**30:.1f} GiB to load, {available / 2**30:.1f} GiB are free; "
             "choose a smaller model or --dtype bfloat16"
         )
     decoder = load(
@@ -85,7 +88,10 @@ def build(config: EngineConfig, progress: Progress | None = None) -> EngineParts
     pages, max_model_len = _size(config, kv_shape, shape, device)
     group = KVGroup(kv_shape, pages, backend, device)
     sampler = Sampler(shape.vocab_size, shape.eos_ids, str(tokenizer), threads)
-    profile = load_or_default(device, threads, shape.dtype)
+    if device == "cpu":
+        profile = load_or_default(device, threads, shape.dtype)
+    else:  # profiles of accelerators say nothing of the host's threads
+        profile = load_or_default(device, 0, shape.dtype, torch.cuda.get_device_name())
     scheduler = Scheduler(
         limits,
         SequencePages(
@@ -99,7 +105,19 @@ def build(config: EngineConfig, progress: Progress | None = None) -> EngineParts
         shape.eos_ids,
         StepTimeModel(profile, cost_shape(shape, kv_shape)),
     )
-    runner = Runner(decoder, group, backend, sampler, limits.max_num_seqs, max_model_len, depth=limits.pipeline_depth)
+    decode_path = None
+    if device != "cpu" and model.cuda_graphs and limits.pipeline_depth == 1:
+        decode_path = DecodePath(decoder, group, backend, limits.max_num_seqs, max_model_len)
+    runner = Runner(
+        decoder,
+        group,
+        backend,
+        sampler,
+        limits.max_num_seqs,
+        max_model_len,
+        depth=limits.pipeline_depth,
+        decode_path=decode_path,
+    )
     info = EngineInfo(
         model=model.model,
         path=str(path),
@@ -117,6 +135,14 @@ def build(config: EngineConfig, progress: Progress | None = None) -> EngineParts
         pid=os.getpid(),
     )
     return EngineParts(info, decoder, group, sampler, scheduler, runner)
+
+
+def free_memory(device: str) -> int:
+    """Bytes free on the device; on a host that lacks the device asked for, of the host (`load` refuses that)."""
+    if device == "cpu" or not torch.cuda.is_available():
+        return int(psutil.virtual_memory().available)
+    torch.cuda.empty_cache()  # what loading has used and given back counts as free
+    return int(torch.cuda.mem_get_info()[0])
 
 
 def fraction(report: HubProgress) -> float:
@@ -159,8 +185,8 @@ def _check(config: EngineConfig) -> None:
 def _size(config: EngineConfig, kv: KVShape, shape: ModelShape, device: str) -> tuple[int, int]:
     """Pages of the pool, and the longest sequence it takes."""
     asked = config.cache.kv_memory
-    free = psutil.virtual_memory().available if device == "cpu" else torch.cuda.mem_get_info()[0]
-    nbytes = asked or min(int(free * KV_SHARE), KV_MOST)
+    free = free_memory(device)
+    nbytes = asked or (min(int(free * KV_SHARE), KV_MOST) if device == "cpu" else int(free * DEVICE_KV_SHARE))
     if asked > free:
         raise ConfigError(f"kv_memory is {asked / 2**30:.2f} GiB, only {free / 2**30:.2f} GiB of memory are free")
     pages = kv.pages_in(nbytes)

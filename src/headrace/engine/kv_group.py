@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import psutil
+import torch
 
 from headrace.core.errors import ConfigError
 from headrace.engine.pages import PageAllocator
@@ -66,7 +67,8 @@ class KVGroup:
         pages: pages to begin with.
         backend: decides the order inside a page and the kind of array.
         device: `cpu` or a CUDA device.
-        reserve: pages the group may grow to; default: as many as the machine's memory holds, at most four times.
+        reserve: pages the group may grow to; default: on CPU as many as the machine's memory holds, at most four times;
+            on a device `pages`, since its planes are allocated at once.
     """
 
     def __init__(
@@ -74,7 +76,7 @@ class KVGroup:
     ) -> None:
         if reserve is None:
             reserve = pages
-            if device == "cpu":
+            if not isinstance(backend.plane_dtype(shape.dtype), torch.dtype):
                 reserve = max(pages, min(RESERVE_FACTOR * pages, shape.pages_in(psutil.virtual_memory().total)))
         self.shape = shape
         self.reserve = reserve
@@ -87,12 +89,15 @@ class KVGroup:
         dtype = backend.plane_dtype(shape.dtype)
         self._k: Planes
         self._v: Planes
-        if device == "cpu":
+        #: In device planes: the page where rows that pad a step of fixed shape write. No sequence ever has it.
+        self.scratch_page: int | None = None
+        if isinstance(dtype, torch.dtype):
+            self.scratch_page = reserve
+            self._k = DevicePlanes(layers, heads, reserve + 1, k_page, dtype, device)
+            self._v = DevicePlanes(layers, heads, reserve + 1, v_page, dtype, device)
+        else:
             self._k = HostPlanes(layers, heads, reserve, k_page, dtype)
             self._v = HostPlanes(layers, heads, reserve, v_page, dtype)
-        else:
-            self._k = DevicePlanes(layers, heads, reserve, k_page, dtype, device)
-            self._v = DevicePlanes(layers, heads, reserve, v_page, dtype, device)
         self._views = {layer: (self._k.layer(i), self._v.layer(i)) for i, layer in enumerate(shape.layers)}
 
     @property

@@ -109,7 +109,10 @@ class Pipeline:
 
     def submit(self, plan: StepPlan, batch: StepBatch, context: StepContext) -> None:
         """Embed a plan's rows and put it in flight."""
-        forward = self._decoder.begin(torch.from_numpy(batch.input_ids), torch.from_numpy(batch.positions), context)
+        device = self._decoder.device
+        ids = torch.from_numpy(batch.input_ids).to(device, non_blocking=True)
+        positions = torch.from_numpy(batch.positions).to(device, non_blocking=True)
+        forward = self._decoder.begin(ids, positions, context)
         self._queue.append(InFlight(plan, batch, forward))
         self._start_remote()
 

@@ -4,9 +4,11 @@ import time
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from headrace.core.errors import ModelError
@@ -14,16 +16,20 @@ from headrace.core.events import TokenLogprob
 from headrace.core.plan import StepPlan
 from headrace.engine.attention_step import AttentionStep
 from headrace.engine.batch import BatchBuilder, StepBatch
+from headrace.engine.graphs import DecodePath
 from headrace.engine.kv_flow import KVSink, KVSource
 from headrace.engine.kv_group import KVGroup
 from headrace.engine.outcome import StepResult
-from headrace.engine.pipeline import InFlight, LocalSpan, Pipeline, Span, cut
+from headrace.engine.pipeline import LocalSpan, Pipeline, Span, cut
 from headrace.engine.sampling import RowState, Sampler, SampleRow
 from headrace.engine.sequence import Sequence
 from headrace.kernels.attention import AttentionBackend
-from headrace.model.decoder import Decoder
+from headrace.model.decoder import Decoder, Forward
 
 HEAD_ROWS = 128
+
+#: Logits [R, vocab] float32 of R packed rows of a step.
+LogitsOf = Callable[[NDArray[np.int64]], Tensor]
 
 
 @dataclass(slots=True)
@@ -56,6 +62,8 @@ class Runner:
         flow: the KV store's ends, if there is a store.
         spans: who runs which layers; default: this process, in `depth` parts.
         depth: plans in flight.
+        decode_path: takes plans that are all decode, where there is no store, nothing else in flight, and every layer
+            is here. Such a plan is not given up between layers.
     """
 
     def __init__(
@@ -69,12 +77,15 @@ class Runner:
         flow: tuple[KVSource, KVSink] | None = None,
         spans: Seq[Span] | None = None,
         depth: int = 1,
+        decode_path: DecodePath | None = None,
     ) -> None:
         self._decoder = decoder
         self._group = group
         self._backend = backend
         self._sampler = sampler
         self._flow = flow
+        self._decode_path = decode_path if flow is None and spans is None else None
+        self._decoded: tuple[StepPlan, StepBatch, Tensor] | None = None
         page_size = group.shape.page_size
         self._builder = BatchBuilder(max_num_seqs, -(-max_model_len // page_size) + 1, page_size)
         if spans is None:
@@ -83,7 +94,7 @@ class Runner:
         self._last = 0.0
 
     def __len__(self) -> int:
-        return len(self._pipeline)
+        return len(self._pipeline) + (self._decoded is not None)
 
     def pages_moved(self) -> None:
         """Page numbers of running sequences changed; called with nothing in flight."""
@@ -91,9 +102,13 @@ class Runner:
 
     def submit(self, plan: StepPlan, sequences: Seq[Sequence]) -> None:
         """Put a plan in flight; `sequences` are its chunks' sequences, in order."""
-        if not len(self._pipeline):
+        alone = not len(self)
+        if alone:
             self._last = time.perf_counter()
         batch = self._builder.build(plan, sequences)
+        if alone and self._decode_path is not None and self._decode_path.accepts(plan):
+            self._decoded = plan, batch, self._decode_path.run(batch)
+            return
         heads = self._decoder.shape.heads
         self._pipeline.submit(plan, batch, AttentionStep(plan, batch, self._group, self._backend, heads, self._flow))
 
@@ -104,23 +119,29 @@ class Runner:
             states: the sampling state of a sequence.
             interrupt: asked between layers of an offline plan; True gives the plan up.
         """
-        item, done = self._pipeline.collect(interrupt)
-        if not done:
-            self._last = time.perf_counter()
-            return StepOutput(item.plan, None)
-        output = self._sample(item, states)
+        if self._decoded is not None:  # put in flight before all others
+            plan, batch, logits = self._decoded
+            self._decoded = None
+            output = self._sample(plan, batch, lambda rows: logits, states)
+        else:
+            item, done = self._pipeline.collect(interrupt)
+            if not done:
+                self._last = time.perf_counter()
+                return StepOutput(item.plan, None)
+            output = self._sample(item.plan, item.batch, partial(self._logits, item.forward), states)
         now = time.perf_counter()
         assert output.result is not None
         output.result = StepResult(output.result.tokens, now - self._last, output.result.errors)
         self._last = now
         return output
 
-    def _sample(self, item: InFlight, states: Callable[[str], RowState]) -> StepOutput:
-        batch = item.batch
-        prompt_logprobs, errors = self._prompt_logprobs(item)
+    def _sample(
+        self, plan: StepPlan, batch: StepBatch, logits_of: LogitsOf, states: Callable[[str], RowState]
+    ) -> StepOutput:
+        prompt_logprobs, errors = self._prompt_logprobs(batch, logits_of)
         if not len(batch.sample_rows):
-            return StepOutput(item.plan, StepResult({}, errors=errors), prompt_logprobs=prompt_logprobs)
-        logits = self._logits(item, batch.sample_rows)
+            return StepOutput(plan, StepResult({}, errors=errors), prompt_logprobs=prompt_logprobs)
+        logits = logits_of(batch.sample_rows)
         rows = []
         for row, chunk in zip(batch.sample_rows.tolist(), batch.sampled.tolist(), strict=True):
             seq = batch.sequences[chunk]
@@ -144,17 +165,18 @@ class Runner:
             if entry is not None:
                 logprobs.setdefault(seq_id, []).append(entry)
         errors |= {batch.sequences[int(batch.sampled[i])].id: text for i, text in sampled.errors.items()}
-        return StepOutput(item.plan, StepResult(tokens, errors=errors), logprobs, prompt_logprobs)
+        return StepOutput(plan, StepResult(tokens, errors=errors), logprobs, prompt_logprobs)
 
-    def _logits(self, item: InFlight, rows: "np.ndarray[tuple[int], np.dtype[np.int64]]") -> Tensor:
-        return self._decoder.logits(item.forward, torch.from_numpy(rows))
+    def _logits(self, forward: Forward, rows: NDArray[np.int64]) -> Tensor:
+        return self._decoder.logits(forward, torch.from_numpy(rows).to(self._decoder.device, non_blocking=True))
 
-    def _prompt_logprobs(self, item: InFlight) -> tuple[dict[str, list[TokenLogprob]], dict[str, str]]:
+    def _prompt_logprobs(
+        self, batch: StepBatch, logits_of: LogitsOf
+    ) -> tuple[dict[str, list[TokenLogprob]], dict[str, str]]:
         """Log-probabilities of the prompt tokens that follow this step's rows, the head a few rows at a time; and
         what went wrong, by sequence."""
         found: dict[str, list[TokenLogprob]] = {}
         errors: dict[str, str] = {}
-        batch: StepBatch = item.batch
         for i, seq in enumerate(batch.sequences):
             top = seq.request.params.prompt_logprobs
             first, last = int(batch.cu_q[i]), int(batch.cu_q[i + 1])
@@ -167,7 +189,7 @@ class Runner:
                 for a in range(first, last, HEAD_ROWS):
                     b = min(a + HEAD_ROWS, last)
                     following = seq.tokens[start + a - first + 1 : start + b - first + 1]
-                    logits = self._logits(item, np.arange(a, b, dtype=np.int64))
+                    logits = logits_of(np.arange(a, b, dtype=np.int64))
                     entries += self._sampler.prompt_logprobs(logits, following, top)
             except ModelError as error:  # not a number: this request ends, the others go on
                 errors[seq.id] = str(error)
