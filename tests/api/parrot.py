@@ -68,6 +68,10 @@ class Parrot:
     def info(self) -> EngineInfo:
         return self._info
 
+    @property
+    def dead(self) -> EngineDead | None:
+        return EngineDead("the parrot is dead") if self._dead else None
+
     def submit(self, request: Request) -> AsyncIterator[Delta]:
         if self._dead:
             raise EngineDead("the parrot is dead")

@@ -8,7 +8,6 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from served import Served, serve_parrot
 
-from headrace.api.histogram import Counter, Histogram
 from headrace.api.logs import JsonFormatter
 from headrace.core.config import ServerConfig
 
@@ -53,27 +52,6 @@ def test_a_request_is_counted() -> None:
         assert value(served, "engine_up") == 1
         for name in ("num_preemptions_total", "prefix_cache_hits_total", "kv_cache_usage_perc", "num_requests_waiting"):
             assert value(served, name) >= 0
-
-
-def test_histogram_buckets() -> None:
-    histogram = Histogram("h", "help", (1, 2))
-    for observed in (0.5, 1.0, 1.5, 5.0):
-        histogram.observe(observed)
-    histogram.observe(2.0, 3)
-    assert histogram.lines({"a": 'q"\\\n'})[2:] == [
-        'h_bucket{a="q\\"\\\\\\n",le="1"} 2',
-        'h_bucket{a="q\\"\\\\\\n",le="2"} 6',
-        'h_bucket{a="q\\"\\\\\\n",le="+Inf"} 7',
-        'h_sum{a="q\\"\\\\\\n"} 14.0',
-        'h_count{a="q\\"\\\\\\n"} 7',
-    ]
-
-
-def test_counter_without_labels_starts_at_zero() -> None:
-    counter = Counter("c_total", "help")
-    assert counter.lines({})[-1] == "c_total 0"
-    counter.add(amount=2)
-    assert counter.lines({})[-1] == "c_total 2"
 
 
 def test_request_logs_hold_numbers_and_no_text(caplog: pytest.LogCaptureFixture) -> None:

@@ -14,8 +14,7 @@ from headrace.api.chunks import encode
 from headrace.api.completions import completions
 from headrace.api.edge import Edge
 from headrace.api.errors import ApiError, as_api_error
-from headrace.api.histogram import CONTENT_TYPE
-from headrace.api.metrics import Metrics
+from headrace.api.metrics import CONTENT_TYPE, Metrics
 from headrace.api.models import model_card, model_list
 from headrace.api.reasoning import OPEN
 from headrace.api.running import ClientGone

@@ -97,7 +97,7 @@ class Exchange:
         """Count and log."""
         route = self._scope.get("route")
         handler = getattr(route, "path", "unknown")
-        self._state.metrics.http.add(handler, str(self._status or 499))
+        self._state.metrics.respond(handler, str(self._status or 499))
         if self._state.config.log_requests:
             meter = self._meter
             log.info(

@@ -50,7 +50,8 @@ class Meter:
                 sequence = self._sequences[key] = Sequence()
                 self._first(prompt, delta)
             elif new and sequence.tokens:
-                self.metrics.itl.observe((now - sequence.last) / new, new)
+                for _ in range(new):
+                    self.metrics.itl.observe((now - sequence.last) / new)
             if new:
                 if self.ttft is None:
                     self.ttft = now - self.started
@@ -60,7 +61,7 @@ class Meter:
                 self.output_tokens += new
             if delta.finish is not None:
                 self.finish = delta.finish
-                self.metrics.finished.add(delta.finish)
+                self.metrics.finish(delta.finish)
                 self.metrics.output.observe(sequence.tokens)
                 self.metrics.e2e.observe(now - self.started)
 

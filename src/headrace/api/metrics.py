@@ -1,12 +1,20 @@
 """What the server counts, named as vLLM names it with the prefix `headrace:`."""
 
-from headrace.api.histogram import Counter, Histogram, sample
+from collections.abc import Iterator
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
+
 from headrace.core.events import EngineStats
+
+CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4
 
 _TTFT = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640)
 _ITL = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 7.5, 10)
 _E2E = (0.01, 0.05, 0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 60, 120, 240, 480, 960, 1920)
 _TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000)
+_MODEL = ("model_name",)
 
 
 class Metrics:
@@ -17,57 +25,93 @@ class Metrics:
     """
 
     def __init__(self, model: str) -> None:
-        self._labels = {"model_name": model}
-        self.ttft = Histogram(
-            "headrace:time_to_first_token_seconds", "From a request's arrival to its first token.", _TTFT
-        )
-        self.itl = Histogram("headrace:inter_token_latency_seconds", "Time between two output tokens.", _ITL)
-        self.e2e = Histogram(
-            "headrace:e2e_request_latency_seconds", "From a request's arrival to its last token.", _E2E
-        )
-        self.prompt = Histogram("headrace:request_prompt_tokens", "Prompt tokens of a request.", _TOKENS)
-        self.output = Histogram("headrace:request_generation_tokens", "Output tokens of a sequence.", _TOKENS)
-        self.finished = Counter(
-            "headrace:request_success_total", "Sequences finished, by reason.", ("finished_reason",)
-        )
-        self.http = Counter(
-            "headrace:http_requests_total", "HTTP responses, by route and status code.", ("handler", "status")
-        )
+        self._registry = registry = CollectorRegistry()
+        self._engine = _EngineCollector(model)
+        registry.register(self._engine)
+
+        def histogram(name: str, help: str, buckets: tuple[float, ...]) -> Histogram:
+            return Histogram(f"headrace:{name}", help, _MODEL, buckets=buckets, registry=registry).labels(model)
+
+        def gauge(name: str, help: str) -> Gauge:
+            return Gauge(f"headrace:{name}", help, _MODEL, registry=registry).labels(model)
+
+        self.ttft = histogram("time_to_first_token_seconds", "From a request's arrival to its first token.", _TTFT)
+        self.itl = histogram("inter_token_latency_seconds", "Time between two output tokens.", _ITL)
+        self.e2e = histogram("e2e_request_latency_seconds", "From a request's arrival to its last token.", _E2E)
+        self.prompt = histogram("request_prompt_tokens", "Prompt tokens of a request.", _TOKENS)
+        self.output = histogram("request_generation_tokens", "Output tokens of a sequence.", _TOKENS)
         self.http_active = 0
         self.loop_lag = 0.0
+        self._model = model
+        self._finished = Counter(
+            "headrace:request_success",
+            "Sequences finished, by reason.",
+            (*_MODEL, "finished_reason"),
+            registry=registry,
+        )
+        self._http = Counter(
+            "headrace:http_requests",
+            "HTTP responses, by route and status code.",
+            (*_MODEL, "handler", "status"),
+            registry=registry,
+        )
+        gauge("http_requests_active", "HTTP requests being served.").set_function(lambda: self.http_active)
+        gauge("event_loop_lag_seconds", "How late the front's event loop ran last.").set_function(lambda: self.loop_lag)
 
-    def text(self, stats: EngineStats | None) -> str:
+    def finish(self, reason: str) -> None:
+        """Count a finished sequence."""
+        self._finished.labels(self._model, reason).inc()
+
+    def respond(self, handler: str, status: str) -> None:
+        """Count an HTTP response."""
+        self._http.labels(self._model, handler, status).inc()
+
+    def text(self, stats: EngineStats | None) -> bytes:
         """The exposition; without statistics (the engine is dead) the engine's part is left out."""
-        lines: list[str] = []
-        for metric in (self.ttft, self.itl, self.e2e, self.prompt, self.output, self.finished, self.http):
-            lines += metric.lines(self._labels)
-        lines += self._gauge("http_requests_active", "HTTP requests being served.", self.http_active)
-        lines += self._gauge("event_loop_lag_seconds", "How late the front's event loop ran last.", self.loop_lag)
-        lines += self._gauge("engine_up", "1 while the engine answers.", 0 if stats is None else 1)
-        if stats is not None:
-            lines += self._engine(stats)
-        return "\n".join(lines) + "\n"
+        self._engine.stats = stats
+        text: bytes = generate_latest(self._registry)
+        return text
 
-    def _engine(self, stats: EngineStats) -> list[str]:
+
+class _EngineCollector:
+    """Turns the engine's latest statistics into samples."""
+
+    def __init__(self, model: str) -> None:
+        self.stats: EngineStats | None = None
+        self._model = model
+
+    def describe(self) -> Iterator[Metric]:
+        """Names known beforehand: none, so that registering reads nothing."""
+        return iter(())
+
+    def collect(self) -> Iterator[Metric]:
+        """Samples of one scrape."""
+        stats = self.stats
+        yield self._gauge("engine_up", "1 while the engine answers.", stats is not None)
+        if stats is None:
+            return
         used = stats.pages_used / stats.pages_total if stats.pages_total else 0.0
-        lines = self._gauge("num_requests_running", "Sequences that hold KV pages.", stats.running)
-        lines += self._gauge("num_requests_waiting", "Sequences in the queue.", stats.waiting)
-        lines += self._gauge("kv_cache_usage_perc", "Share of KV pages that running sequences hold, 0 to 1.", used)
-        lines += self._gauge("kv_cache_pages", "KV pages of the pool.", stats.pages_total)
+        yield self._gauge("num_requests_running", "Sequences that hold KV pages.", stats.running)
+        yield self._gauge("num_requests_waiting", "Sequences in the queue.", stats.waiting)
+        yield self._gauge("kv_cache_usage_perc", "Share of KV pages that running sequences hold, 0 to 1.", used)
+        yield self._gauge("kv_cache_pages", "KV pages of the pool.", stats.pages_total)
         counters = {
-            "prompt_tokens_total": ("Prompt tokens of admitted sequences.", stats.prompt_tokens_total),
-            "generation_tokens_total": ("Tokens generated.", stats.output_tokens_total),
-            "prefix_cache_queries_total": ("Prompt tokens looked up in the prefix index.", stats.prompt_tokens_total),
-            "prefix_cache_hits_total": ("Prompt tokens whose KV was at hand.", stats.hit_tokens_total),
-            "computed_tokens_total": ("Tokens that went through the model.", stats.computed_tokens_total),
-            "num_preemptions_total": ("Running sequences sent back to the queue.", stats.preemptions_total),
-            "abandoned_steps_total": ("Offline steps given up for online work.", stats.abandoned_total),
-            "steps_total": ("Forward passes completed.", stats.steps_total),
-            "step_seconds_total": ("Time spent in forward passes.", stats.step_seconds_total),
+            "prompt_tokens": ("Prompt tokens of admitted sequences.", stats.prompt_tokens_total),
+            "generation_tokens": ("Tokens generated.", stats.output_tokens_total),
+            "prefix_cache_queries": ("Prompt tokens looked up in the prefix index.", stats.prompt_tokens_total),
+            "prefix_cache_hits": ("Prompt tokens whose KV was at hand.", stats.hit_tokens_total),
+            "computed_tokens": ("Tokens that went through the model.", stats.computed_tokens_total),
+            "num_preemptions": ("Running sequences sent back to the queue.", stats.preemptions_total),
+            "abandoned_steps": ("Offline steps given up for online work.", stats.abandoned_total),
+            "steps": ("Forward passes completed.", stats.steps_total),
+            "step_seconds": ("Time spent in forward passes.", stats.step_seconds_total),
         }
         for name, (help, value) in counters.items():
-            lines += sample(f"headrace:{name}", help, "counter", value, self._labels)
-        return lines
+            family = CounterMetricFamily(f"headrace:{name}", help, labels=_MODEL)
+            family.add_metric((self._model,), value)
+            yield family
 
-    def _gauge(self, name: str, help: str, value: float) -> list[str]:
-        return sample(f"headrace:{name}", help, "gauge", value, self._labels)
+    def _gauge(self, name: str, help: str, value: float) -> Metric:
+        family = GaugeMetricFamily(f"headrace:{name}", help, labels=_MODEL)
+        family.add_metric((self._model,), float(value))
+        return family

@@ -69,7 +69,7 @@ class ServerState:
         Raises:
             EngineDead: it has ended.
         """
-        if self.dead is None and (reason := getattr(self.client, "dead", None)) is not None:
+        if self.dead is None and (reason := self.client.dead) is not None:
             self.dead = EngineDead(str(reason))  # a client that knows it before a request fails
         if self.dead is not None:
             raise self.dead

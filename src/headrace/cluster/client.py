@@ -183,7 +183,13 @@ class WorkerClient:
 
     async def _flush(self) -> None:
         while self._outbox:
-            await self._socket.send_multipart([self._identity, encode(self._outbox.popleft())])
+            try:
+                await self._socket.send_multipart([self._identity, encode(self._outbox.popleft())])
+            except zmq.ZMQError as error:
+                if error.errno != zmq.EHOSTUNREACH:
+                    raise
+                self._outbox.clear()
+                self.lost(EngineDead("the engine does not answer any more"))
 
     async def _receive(self, ready: "asyncio.Future[None]", progress: Progress | None) -> None:
         while True:

@@ -8,7 +8,6 @@ import ctypes
 import os
 import signal
 import sys
-from types import FrameType
 
 import zmq
 
@@ -63,7 +62,7 @@ class Link:
 
 
 class StopWorker(Exception):
-    """The front asked for the end, or a signal did."""
+    """The front asked for the end."""
 
 
 class Worker:
@@ -138,10 +137,6 @@ def serve(address: str, identity: bytes) -> int:
     return 0
 
 
-def _end(signum: int, frame: FrameType | None) -> None:
-    raise StopWorker
-
-
 def _die_with_parent() -> None:
     """Have the kernel end this process when the front dies, however it dies."""
     if sys.platform == "linux":
@@ -154,8 +149,8 @@ def main() -> None:
     _die_with_parent()
     if os.getppid() != int(parent):
         sys.exit(0)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the front decides what ends
-    signal.signal(signal.SIGTERM, _end)
+    for name in (signal.SIGINT, signal.SIGTERM):  # they reach the whole group; the front drains, then says Stop
+        signal.signal(name, signal.SIG_IGN)
     sys.exit(serve(address, identity.encode()))
 
 

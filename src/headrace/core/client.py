@@ -3,6 +3,7 @@
 from collections.abc import AsyncIterator
 from typing import Protocol
 
+from headrace.core.errors import HeadraceError
 from headrace.core.events import Delta, EngineInfo, EngineStats
 from headrace.core.request import Request
 
@@ -16,6 +17,11 @@ class EngineClient(Protocol):
     @property
     def info(self) -> EngineInfo:
         """What the engine said when it became ready."""
+        ...
+
+    @property
+    def dead(self) -> HeadraceError | None:
+        """Why the engine ended, if it did."""
         ...
 
     def submit(self, request: Request) -> AsyncIterator[Delta]:

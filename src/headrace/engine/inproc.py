@@ -29,6 +29,10 @@ class InProcessClient:
         """What the engine is."""
         return self.engine.info
 
+    @property
+    def dead(self) -> None:
+        """It lives as long as this process."""
+
     def add(self, request: Request) -> None:
         """Queue a request (see `Engine.add`)."""
         self.engine.add(request)
