@@ -56,6 +56,13 @@ def test_sizes_are_counted_in_bytes() -> None:
     assert SHAPE.pages_in(10 * SHAPE.page_bytes + 1) == 10
 
 
+def test_padding_of_the_page_layout_counts(backend: AttentionBackend) -> None:
+    shape = KVShape.stored_by(backend, range(1), range(1), head_dim=20, page_size=8, dtype="float32")
+    stored = sum(a * b for a, b in (backend.k_page_shape(8, 20), backend.v_page_shape(8, 20)))
+    assert shape.page_bytes == 4 * stored
+    assert KVShape.stored_by(backend, range(1), range(1), 64, 16, "bfloat16").token_bytes == 2 * 64 * 2
+
+
 def test_a_group_shrinks_under_live_sequences_and_grows_again(backend: AttentionBackend) -> None:
     group = KVGroup(SHAPE, 16, backend, reserve=32)
     low, high = sequence("low", [1]), sequence("high", [2])

@@ -2,3 +2,9 @@
 
 May import `core`, `model`, `kernels` and `perf`.
 """
+
+import os
+
+from headrace.engine.environment import SPIN_COUNT
+
+os.environ.setdefault("GOMP_SPINCOUNT", SPIN_COUNT)  # read when torch is loaded, which an in-process engine does later

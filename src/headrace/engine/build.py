@@ -84,7 +84,9 @@ def build(config: EngineConfig, progress: Progress | None = None) -> EngineParts
     backend = backend_for(device, threads=threads)
     kv_dtype = shape.dtype if cache.kv_dtype == "auto" else cache.kv_dtype
     backend.warmup(cache.page_size, kv_dtype)
-    kv_shape = KVShape(range(shape.num_layers), range(shape.kv_heads), shape.head_dim, cache.page_size, kv_dtype)
+    kv_shape = KVShape.stored_by(
+        backend, range(shape.num_layers), range(shape.kv_heads), shape.head_dim, cache.page_size, kv_dtype
+    )
     pages, max_model_len = _size(config, kv_shape, shape, device)
     group = KVGroup(kv_shape, pages, backend, device)
     sampler = Sampler(shape.vocab_size, shape.eos_ids, str(tokenizer), threads)

@@ -28,6 +28,7 @@ class KVShape:
         head_dim: elements of a key or a value.
         page_size: tokens per page.
         dtype: type of stored elements.
+        padding: elements per token and head that the backend's page layout adds.
     """
 
     layers: range
@@ -35,6 +36,20 @@ class KVShape:
     head_dim: int
     page_size: int
     dtype: str
+    padding: int = 0
+
+    @classmethod
+    def stored_by(
+        cls, backend: AttentionBackend, layers: range, heads: range, head_dim: int, page_size: int, dtype: str
+    ) -> "KVShape":
+        """The shape of planes that a backend lays out.
+
+        Raises:
+            ConfigError: the backend has no such page size.
+        """
+        k_page, v_page = backend.k_page_shape(page_size, head_dim), backend.v_page_shape(page_size, head_dim)
+        stored = (k_page[0] * k_page[1] + v_page[0] * v_page[1]) // page_size
+        return cls(layers, heads, head_dim, page_size, dtype, stored - 2 * head_dim)
 
     @property
     def itemsize(self) -> int:
@@ -43,8 +58,8 @@ class KVShape:
 
     @property
     def token_bytes(self) -> int:
-        """Bytes of K and V of one token."""
-        return 2 * len(self.layers) * len(self.heads) * self.head_dim * self.itemsize
+        """Bytes of K and V of one token, padding included."""
+        return len(self.layers) * len(self.heads) * (2 * self.head_dim + self.padding) * self.itemsize
 
     @property
     def page_bytes(self) -> int:
