@@ -28,13 +28,14 @@ def connect(served: Served) -> socket.socket:
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("n", [1, 3])
-def test_leaving_stops_the_work(stream: bool, n: int) -> None:
+def test_leaving_stops_the_work(stream: bool, n: int, caplog: pytest.LogCaptureFixture) -> None:
     with serve_parrot(step=0.005) as served:
         with connect(served) as raw:
             raw.sendall(request_bytes({**ENDLESS, "stream": stream, "n": n}))
             served.wait(lambda: served.engine.tokens > 5)
         served.idle()
         assert served.engine.tokens < 400
+    assert [record.message for record in caplog.records if record.levelname == "ERROR"] == []
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -60,11 +60,11 @@ class EventStream(Response):
         try:
             async with running(self._state, self._sources, receive) as mailbox:
                 await self._run(mailbox, send)
-        except ClientGone:
-            raise
         except Exception as error:
             if not self._started:
                 raise
+            if isinstance(error, ClientGone):  # raising with an answer under way would be logged as a fault of ours
+                return
             face = as_api_error(error)
             if face.status == 500:
                 log.exception("a stream failed", exc_info=error)
@@ -72,7 +72,8 @@ class EventStream(Response):
         except asyncio.CancelledError as error:
             if "takes no bytes" not in str(error):
                 raise
-            raise ClientGone() from None
+            if not self._started:
+                raise ClientGone() from None
 
     async def _run(self, mailbox: Mailbox, send: Send) -> None:
         time = asyncio.get_running_loop().time
