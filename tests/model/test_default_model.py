@@ -40,4 +40,6 @@ def test_tokens_and_template_are_those_of_the_model(folder: Path) -> None:
         "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n"
         "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
     )
-    assert json.loads((folder / "generation_config.json").read_text())["eos_token_id"] == 2
+    generation = json.loads((folder / "generation_config.json").read_text())
+    assert generation["eos_token_id"] == 2
+    assert (generation["temperature"], generation["top_p"]) == (0.2, 0.9)

@@ -21,7 +21,7 @@ class StartProgress:
     def __init__(self, model: str) -> None:
         self._model = model
         self._phase = ""
-        self._started = time.perf_counter()
+        self._started = self._phase_started = time.perf_counter()
         self._bar: Any = None
         self._task: Any = None
 
@@ -47,6 +47,7 @@ class StartProgress:
 
     def ready(self) -> None:
         """Say how long it took."""
+        self._enter("")
         sys.stderr.write(f"headrace: started in {time.perf_counter() - self._started:.1f} s\n")
         sys.stderr.flush()
 
@@ -54,10 +55,16 @@ class StartProgress:
         """Show how far a phase is."""
         if self._bar is not None:
             self._bar.update(self._task, description=phase, completed=done)
-        elif phase != self._phase:
-            sys.stderr.write(f"headrace: {phase}\n")
+        if phase != self._phase:
+            self._enter(phase)
+
+    def _enter(self, phase: str) -> None:
+        """Another phase begins: say what the one before took, and what comes."""
+        now = time.perf_counter()
+        if self._bar is None and self._phase:
+            sys.stderr.write(f"headrace: {self._phase}: {now - self._phase_started:.1f} s\n")
             sys.stderr.flush()
-        self._phase = phase
+        self._phase, self._phase_started = phase, now
 
 
 async def start_engine(config: Config, progress: StartProgress) -> Generator:

