@@ -1,71 +1,165 @@
 """One run where a GPU is at hand: is the CUDA path right, and how fast is it? `make gpu-check`, under 8 minutes.
 
-Parity in fp32 on tiny models of several families and, where it can be fetched, on the default model; then the mixed
-workload in bfloat16. Prints one JSON object; exit code 1 when parity is broken, 2 where there is no GPU.
-Not run on a GPU yet.
+Right: logits of tiny models of several families and of a mid-size Llama, in float32 and bfloat16, on every way through
+the engine, against plain Transformers on the GPU; and greedy tokens of whole engines. Fast: decode and prefill of a
+random Llama as large as 8 billion weights, with and without graphs. Prints one JSON object. Exit code 1 when something
+is not right or fails, 2 where there is no GPU. Not run on a GPU yet.
 """
 
+import argparse
+import gc
 import sys
 import time
-from dataclasses import replace
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 
-from headrace.bench import throughput
-from headrace.bench.local_engine import LocalEngine, model_folder, tokenizer_of
-from headrace.bench.parity import Outcome, check, summary
-from headrace.bench.parity_prompts import SHORT_LENGTHS, random_prompts, text_prompts
-from headrace.bench.report import print_json
+from headrace.bench import gpu_parity, gpu_speed, parity
+from headrace.bench.local_engine import LocalEngine
+from headrace.bench.parity_prompts import random_prompts
+from headrace.bench.random_decoder import LLAMA_8B, layers_that_fit
+from headrace.bench.report import report
 from headrace.bench.tiny_models import VOCABULARY, save
-from headrace.bench.workload import mixed
-from headrace.core.config import EngineConfig, ModelConfig
-from headrace.core.errors import HeadraceError
-from headrace.kernels.attention import backend_for
-from headrace.kernels.measure import measure
+from headrace.core.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 
-FAMILIES = ("llama", "gemma2", "qwen3-moe")
+#: Rotary, sliding windows, soft-caps, learned positions, experts.
+FAMILIES = ("llama", "mistral", "gemma2", "opt", "qwen3-moe")
 MODES = ("alone", "batched", "odd chunks", "prefix hits", "preempted")
-_LENGTHS = (1, 16, 17, 129, 513, 1500)
+MIDDLE: dict[str, Any] = {
+    "vocab_size": 32_000,
+    "hidden_size": 1024,
+    "intermediate_size": 2816,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+    "initializer_range": 0.05,
+}
+_KV_BYTES = 512 << 20
+_LENGTHS = (1, 16, 17, 129, 513)
+
+Section = Callable[[], dict[str, Any]]
 
 
-def main() -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
     """Run the check; returns the exit code."""
+    parser = argparse.ArgumentParser("gpu_check", description="Check and measure the CUDA path on this machine's GPU.")
+    parser.add_argument("--json", action="store_true", help="one line of JSON instead of a table")
+    parser.add_argument("--seconds", type=float, default=480.0, help="begin no further part after this long")
+    chosen = parser.parse_args(arguments)
     if not torch.cuda.is_available():
         print("no CUDA device is here; this check needs one", file=sys.stderr)
         return 2
-    torch.backends.cuda.matmul.allow_tf32 = False  # fp32 means fp32 where tokens are compared
+    torch.backends.cuda.matmul.allow_tf32 = False  # float32 means float32 where numbers are compared
     torch.backends.cudnn.allow_tf32 = False
-    started = time.perf_counter()
-    config = EngineConfig(model=ModelConfig(device="cuda", dtype="float32"))
-    outcomes: list[Outcome] = []
-    result: dict[str, Any] = {"device": torch.cuda.get_device_name()}
     with TemporaryDirectory() as scratch:
-        for family in FAMILIES:
-            folder = save(family, Path(scratch) / family)
-            outcomes += check(family, folder, config, random_prompts(VOCABULARY, SHORT_LENGTHS, 12), MODES)
-    try:
-        folder = model_folder(config)
-    except HeadraceError as error:
-        result["default_model"] = f"not checked: {error}"
-    else:
-        outcomes += check("default", folder, config, text_prompts(tokenizer_of(folder), _LENGTHS, 16), MODES)
-        result |= _speed(config)
-    result = {**summary(outcomes), **result, "seconds": round(time.perf_counter() - started, 1)}
-    print_json(result)
+        result = {"device": torch.cuda.get_device_name(), **run(sections(Path(scratch), "cuda"), chosen.seconds)}
+    report("GPU check", result, as_json=chosen.json)
     return 0 if result["holds"] else 1
 
 
-def _speed(config: EngineConfig) -> dict[str, Any]:
-    """Attention rates, and the mixed workload in bfloat16."""
-    rates = measure(backend_for("cuda"), kv_dtype="bfloat16", rounds=5)
-    engine = LocalEngine(replace(config, model=replace(config.model, dtype="bfloat16")))
-    run = throughput.measure(engine, mixed(), rounds=3).summary()
-    return {f"attention_{name}": round(rate, 4) for name, rate in rates.items()} | {
-        f"mixed_{name}": value for name, value in run.items()
+def sections(
+    scratch: Path,
+    device: str,
+    middle: dict[str, Any] = MIDDLE,
+    large: dict[str, Any] = LLAMA_8B,
+    families: Sequence[str] = FAMILIES,
+    threads: int = 0,
+    **sizes: Any,
+) -> dict[str, Section]:
+    """The parts of the check by name, the most telling first.
+
+    Args:
+        scratch: where models are written.
+        device: `cuda`; `cpu` for tests of this check.
+        middle: settings of the mid-size Llama.
+        large: settings of the Llama that is measured.
+        families: tiny models.
+        threads: CPU threads; 0: all cores.
+        sizes: for `gpu_speed.measure`.
+    """
+
+    def folder(name: str) -> Path:
+        path = scratch / name
+        if not path.exists():
+            save("llama" if name == "middle" else name, path, **(middle if name == "middle" else {}))
+        return path
+
+    def logits(names: Sequence[str]) -> dict[str, Any]:
+        checks = [
+            check
+            for name in names
+            for dtype in ("float32", "bfloat16")
+            for check in gpu_parity.check(name, folder(name), dtype, device, threads)
+        ]
+        worst = max(checks, key=lambda check: check.error / check.allowed)
+        broken = [str(check) for check in checks if not check.holds]
+        return {"holds": not broken, "checks": len(checks), "worst": str(worst), "broken": broken}
+
+    def tokens(name: str, vocabulary: int) -> dict[str, Any]:
+        config = EngineConfig(model=ModelConfig(device=device, threads=threads), cache=CacheConfig(kv_memory=_KV_BYTES))
+        return parity.summary(parity.check(name, folder(name), config, random_prompts(vocabulary, _LENGTHS, 12), MODES))
+
+    def speed() -> dict[str, Any]:
+        free = torch.cuda.mem_get_info()[0] if device == "cuda" else sys.maxsize
+        fitting = {**large, "num_hidden_layers": layers_that_fit(large, 2, free)}
+        return gpu_speed.measure(fitting, device, "bfloat16", **sizes)
+
+    return {
+        "tiny_logits": lambda: logits(families),
+        "middle_logits": lambda: logits(["middle"]),
+        "speed": speed,
+        "engine": lambda: engine_rates(folder("middle"), device, int(middle["vocab_size"])),
+        "tiny_tokens": lambda: tokens(families[0], VOCABULARY),
+        "middle_tokens": lambda: tokens("middle", int(middle["vocab_size"])),
     }
+
+
+def run(parts: dict[str, Section], seconds: float) -> dict[str, Any]:
+    """Results of the parts as one flat object. A part that fails says so in `failed` and the others go on; one that
+    was not begun in time is in `skipped`. It `holds` only if all were right."""
+    started = time.perf_counter()
+    result: dict[str, Any] = {}
+    failed: list[str] = []
+    skipped: list[str] = []
+    for name, part in parts.items():
+        begun = time.perf_counter()
+        if begun - started > seconds:
+            skipped.append(name)
+            continue
+        try:
+            found = part()
+        except Exception as error:  # an hour on a borrowed GPU must tell all it can: reported, and the exit code is 1
+            failed.append(f"{name}: {type(error).__name__}: {error}")
+        else:
+            result |= {f"{name}_{key}": value for key, value in found.items()}
+        result[f"{name}_s"] = round(time.perf_counter() - begun, 1)
+        gc.collect()
+        torch.cuda.empty_cache()
+    right = all(value for key, value in result.items() if key.endswith("_holds"))
+    return {"holds": right and not failed and not skipped, "failed": failed, "skipped": skipped, **result}
+
+
+def engine_rates(folder: Path, device: str, vocabulary: int, sequences: int = 64, outputs: int = 64) -> dict[str, Any]:
+    """Tokens per second of a whole engine, scheduler and sampler included, with graphs and without."""
+    batch = random_prompts(vocabulary, [32] * sequences, outputs)
+    found: dict[str, Any] = {}
+    for graphs in (True, False):
+        engine = LocalEngine(
+            EngineConfig(
+                model=ModelConfig(model=str(folder), device=device, dtype="bfloat16", cuda_graphs=graphs),
+                cache=CacheConfig(kv_memory=_KV_BYTES),
+                scheduler=SchedulerConfig(max_num_seqs=64, max_num_batched_tokens=2048),
+            )
+        )
+        engine.run(batch, salt="warm-up")  # graphs of every bucket of the tail are captured here
+        name = "graphs" if graphs else "eager"
+        found[f"{name}_output_tokens_per_s"] = round(engine.run(batch, salt="timed").output_tokens_per_s, 1)
+        del engine
+        gc.collect()
+    return found
 
 
 if __name__ == "__main__":

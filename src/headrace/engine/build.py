@@ -11,7 +11,7 @@ import torch
 from headrace.core.config import EngineConfig
 from headrace.core.errors import ConfigError
 from headrace.core.events import EngineInfo
-from headrace.engine.graphs import DecodePath
+from headrace.engine.graphs import DecodePath, GraphRecorder
 from headrace.engine.kv_group import KVGroup, KVShape
 from headrace.engine.prefix_index import PageHasher
 from headrace.engine.runner import Runner
@@ -28,9 +28,10 @@ from headrace.perf.model_shape import ModelShape as CostShape
 from headrace.perf.profile import load_or_default
 from headrace.perf.step_time import StepTimeModel
 
-#: Of the free memory, where nothing is said: on CPU shared with others, on a device ours but for activations.
+#: KV memory where nothing is said: on CPU, which others use too, a share of what is free, up to a limit; on a device,
+#: ours but for activations, a larger share, up to so many times what all sequences hold at their longest.
 KV_SHARE, KV_MOST = 0.4, 4 << 30
-DEVICE_KV_SHARE = 0.8
+DEVICE_KV_SHARE, DEVICE_KV_TIMES = 0.8, 4
 
 #: Called with a phase and how much of it is done, 0..1.
 Progress = Callable[[str, float], None]
@@ -109,7 +110,9 @@ def build(config: EngineConfig, progress: Progress | None = None) -> EngineParts
     )
     decode_path = None
     if device != "cpu" and model.cuda_graphs and limits.pipeline_depth == 1:
-        decode_path = DecodePath(decoder, group, backend, limits.max_num_seqs, max_model_len)
+        decode_path = DecodePath(
+            decoder, group, backend, limits.max_num_seqs, max_model_len, GraphRecorder(decoder.device)
+        )
     runner = Runner(
         decoder,
         group,
@@ -145,6 +148,19 @@ def free_memory(device: str) -> int:
         return int(psutil.virtual_memory().available)
     torch.cuda.empty_cache()  # what loading has used and given back counts as free
     return int(torch.cuda.mem_get_info()[0])
+
+
+def default_kv_bytes(device: str, free: int, longest: int) -> int:
+    """Bytes of the KV pool where none are asked for.
+
+    Args:
+        device: `cpu` or `cuda`.
+        free: bytes free there.
+        longest: bytes that all sequences hold at their longest.
+    """
+    if device == "cpu":
+        return min(int(free * KV_SHARE), KV_MOST)
+    return min(int(free * DEVICE_KV_SHARE), DEVICE_KV_TIMES * longest)
 
 
 def fraction(report: HubProgress) -> float:
@@ -188,7 +204,9 @@ def _size(config: EngineConfig, kv: KVShape, shape: ModelShape, device: str) -> 
     """Pages of the pool, and the longest sequence it takes."""
     asked = config.cache.kv_memory
     free = free_memory(device)
-    nbytes = asked or (min(int(free * KV_SHARE), KV_MOST) if device == "cpu" else int(free * DEVICE_KV_SHARE))
+    nbytes = asked or default_kv_bytes(
+        device, free, config.scheduler.max_num_seqs * shape.max_position * kv.token_bytes
+    )
     if asked > free:
         raise ConfigError(f"kv_memory is {asked / 2**30:.2f} GiB, only {free / 2**30:.2f} GiB of memory are free")
     pages = kv.pages_in(nbytes)

@@ -7,6 +7,7 @@ The recording has not been run on a GPU yet; the same operations run unrecorded 
 
 import logging
 from bisect import bisect_left
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -67,8 +68,28 @@ class StaticStep:
         return self._attention.attend(q, k_planes, v_planes, scale=scale, window=window, softcap=softcap)
 
 
+class Graph(Protocol):
+    """A step's operations, recorded."""
+
+    def replay(self) -> None:
+        """Run them again over the same memory, whatever it holds now."""
+        ...
+
+
+class Recorder(Protocol):
+    """Records steps, such as `GraphRecorder` does."""
+
+    def record(self, step: StaticStep) -> Graph:
+        """Record `step.compute`; the step is loaded.
+
+        Raises:
+            RuntimeError: it does something that cannot be recorded; it can still be computed.
+        """
+        ...
+
+
 class DecodePath:
-    """Runs plans that are nothing but decode. Buckets are made, and captured, when a plan first needs them.
+    """Runs plans that are nothing but decode. Buckets are made, and recorded, when a plan first needs them.
 
     Graphs hold the addresses of the group's planes, so a group that gives layers away must not be used with it again.
     One plan at a time: the logits of a plan are overwritten by the next.
@@ -79,7 +100,8 @@ class DecodePath:
         backend: made the group's planes.
         max_num_seqs: most rows of a step.
         max_model_len: most tokens of a sequence.
-        capture: record CUDA graphs; without, the steps run as they are.
+        recorder: records steps; without one they run as they are.
+        most_copied: bytes of KV that a layer may copy at once, where attention does that; larger steps are not taken.
 
     Raises:
         ConfigError: the KV lies in planes that only the host's kernels read.
@@ -92,26 +114,35 @@ class DecodePath:
         backend: AttentionBackend,
         max_num_seqs: int,
         max_model_len: int,
-        capture: bool = True,
+        recorder: Recorder | None = None,
+        most_copied: int = 2 << 30,
     ) -> None:
         if group.scratch_page is None:
             raise ConfigError(f"decode of fixed shape needs KV in device planes, not in those of '{backend.name}'")
         shape = decoder.shape
         self._decoder, self._group, self._scratch_page = decoder, group, group.scratch_page
-        self._kind = static_decode(backend, shape.dtype, shape.head_dim)
+        self._kind = static_decode(backend, shape.dtype, group.shape.dtype, shape.head_dim)
         self._buckets = row_buckets(max_num_seqs)
         self._most_pages = -(-max_model_len // group.shape.page_size) + 1
         self._logits = torch.zeros(self._buckets[-1], shape.vocab_size, device=decoder.device)
         self._steps: dict[tuple[int, int], StaticStep] = {}
-        self._recorder = GraphRecorder(decoder.device) if capture else None
-        self._graphs: dict[tuple[int, int], torch.cuda.CUDAGraph] = {}
+        self._recorder = recorder
+        self._graphs: dict[tuple[int, int], Graph] = {}
+        page_bytes = group.shape.page_bytes // len(group.shape.layers)
+        self._most_copied_pages = most_copied // page_bytes if self._kind.copies else None
         self._usable = True
 
     def accepts(self, plan: StepPlan) -> bool:
-        """Whether the plan is one new token for each of its sequences, nothing else."""
-        return self._usable and all(
-            chunk.phase == "decode" and chunk.length == 1 and chunk.sample == 1 for chunk in plan.chunks
-        )
+        """Whether the plan is one new token for each of its sequences, nothing else, and not too large to copy."""
+        if not self._usable:
+            return False
+        if any(chunk.phase != "decode" or chunk.length != 1 or chunk.sample != 1 for chunk in plan.chunks):
+            return False
+        if self._most_copied_pages is None:
+            return True
+        longest = max(chunk.end for chunk in plan.chunks)
+        rows, pages = self._key(len(plan.chunks), -(-longest // self._group.shape.page_size))
+        return rows * pages <= self._most_copied_pages
 
     @torch.inference_mode()
     def run(self, batch: StepBatch) -> Tensor:
@@ -124,7 +155,7 @@ class DecodePath:
         step.load(batch)
         graph = self._graphs.get(key)
         if graph is None and self._recorder is not None:
-            graph = self._record(key, step)
+            graph = self._record(key, step, self._recorder)
         if graph is None:
             step.compute()
         else:
@@ -142,13 +173,14 @@ class DecodePath:
         attention = self._kind(rows, pages, size, self._scratch_page, device)
         return StaticStep(self._decoder, self._group, attention, self._logits[:rows])
 
-    def _record(self, key: tuple[int, int], step: StaticStep) -> torch.cuda.CUDAGraph | None:
-        assert self._recorder is not None
+    def _record(self, key: tuple[int, int], step: StaticStep, recorder: Recorder) -> Graph | None:
         try:
-            graph = self._graphs[key] = self._recorder.record(step)
+            graph = self._graphs[key] = recorder.record(step)
         except RuntimeError as error:  # a model that waits for the device in the middle of a step
             reason = (str(error) or type(error).__name__).splitlines()[0]
-            _log.warning("decode steps run without CUDA graphs: %s cannot be captured: %s", key, reason)
+            _log.warning(
+                "decode steps run without CUDA graphs: %d rows of %d pages cannot be recorded: %s", *key, reason
+            )
             self._usable, self._recorder = False, None
             return None
         return graph
@@ -164,11 +196,8 @@ class GraphRecorder:
         self._stream = torch.cuda.Stream(device)
         self._pool = torch.cuda.graph_pool_handle()
 
-    def record(self, step: StaticStep) -> torch.cuda.CUDAGraph:
-        """Run a loaded step twice, so that libraries make their plans and workspaces, then capture it.
-
-        Raises: RuntimeError if an operation cannot be captured; the step can still be computed.
-        """
+    def record(self, step: StaticStep) -> Graph:
+        """Run the step twice, so that libraries make their plans and workspaces, then capture it; see `Recorder`."""
         outside = torch.cuda.current_stream()
         graph = torch.cuda.CUDAGraph()
         self._stream.wait_stream(outside)

@@ -23,9 +23,9 @@ WORKSPACE_BYTES = 128 << 20
 _HEAD_DIMS = (64, 128, 256)
 
 
-def flashinfer_runs(dtype: torch.dtype, head_dim: int) -> bool:
-    """Whether FlashInfer has kernels for queries of this type and heads of this size."""
-    return dtype in (torch.float16, torch.bfloat16) and head_dim in _HEAD_DIMS
+def flashinfer_runs(q_dtype: torch.dtype, kv_dtype: torch.dtype, head_dim: int) -> bool:
+    """Whether FlashInfer has kernels for queries and KV of these types and heads of this size."""
+    return q_dtype == kv_dtype and q_dtype in (torch.float16, torch.bfloat16) and head_dim in _HEAD_DIMS
 
 
 def cuda_backend(device: str, *, require_flashinfer: bool = False) -> AttentionBackend:
@@ -103,10 +103,10 @@ class FlashInferAttention(TorchAttention):
         softcap: float | None = None,
     ) -> torch.Tensor:
         """See `AttentionBackend.attend`."""
-        if not (flashinfer_runs(q.dtype, q.shape[2]) and isinstance(step, FlashInferStep)):
-            return super().attend(step, q, k_planes, v_planes, scale=scale, window=window, softcap=softcap)
         assert isinstance(k_planes, torch.Tensor)
         assert isinstance(v_planes, torch.Tensor)
+        if not (flashinfer_runs(q.dtype, k_planes.dtype, q.shape[2]) and isinstance(step, FlashInferStep)):
+            return super().attend(step, q, k_planes, v_planes, scale=scale, window=window, softcap=softcap)
         kv_heads, pages, page_size, dim = k_planes.shape
         setting = (scale, window, softcap, q.shape[1], kv_heads, page_size, dim, q.dtype, k_planes.dtype)
         wrapper = self._wrappers.get(setting)

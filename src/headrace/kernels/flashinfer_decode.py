@@ -32,6 +32,8 @@ class FlashInferDecode(GatherDecode):
         self._wrappers: dict[Any, Any] = {}
         self._lists: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
 
+    copies = False
+
     @staticmethod
     def page_bucket(pages: int, most: int) -> int:
         """One for all lengths."""

@@ -50,6 +50,9 @@ class _Pool:
             cu_q, self.lengths, self.tables, np.full(cu_q[-1], -1), num_heads=HEADS, num_kv_heads=KV_HEADS
         )
         q = torch.randn(int(cu_q[-1]), HEADS, HEAD_DIM, device=self.backend.device)
+        planes = self.layers[0][0]
+        if isinstance(planes, torch.Tensor):  # a device computes in the type it stores
+            q = q.to(planes.dtype)
 
         def call() -> None:
             for k, v in self.layers:

@@ -41,6 +41,9 @@ class GatherDecode:
         self._tables = self._device[2 * rows :].view(rows, pages)
         self._seen: dict[int | None, tuple[torch.Tensor, torch.Tensor]] = {}
 
+    #: Whether each layer copies the contexts it attends to.
+    copies = True
+
     @staticmethod
     def page_bucket(pages: int, most: int) -> int:
         """For how many pages per sequence the step is made that needs `pages`; `most`: the longest sequence's."""
@@ -118,12 +121,13 @@ class GatherDecode:
         return gathered
 
 
-def static_decode(backend: AttentionBackend, dtype: str, head_dim: int) -> type[GatherDecode]:
+def static_decode(backend: AttentionBackend, dtype: str, kv_dtype: str, head_dim: int) -> type[GatherDecode]:
     """The fixed-buffer decode attention that reads a backend's planes.
 
     Args:
         backend: `TorchAttention` or one derived from it.
         dtype: of the queries.
+        kv_dtype: of the planes.
         head_dim: of the model.
 
     Raises:
@@ -133,7 +137,7 @@ def static_decode(backend: AttentionBackend, dtype: str, head_dim: int) -> type[
         from headrace.kernels.cuda import flashinfer_runs
         from headrace.kernels.flashinfer_decode import FlashInferDecode
 
-        if flashinfer_runs(getattr(torch, dtype), head_dim):
+        if flashinfer_runs(getattr(torch, dtype), getattr(torch, kv_dtype), head_dim):
             return FlashInferDecode
     elif backend.name != "torch":
         raise ConfigError(f"attention kernel '{backend.name}' has no fixed-buffer decode; run without CUDA graphs")
