@@ -2,7 +2,6 @@
 
 import os
 
-
 SPIN_COUNT = "2000"
 
 
