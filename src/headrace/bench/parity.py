@@ -73,7 +73,8 @@ def check(
     """
     model = replace(config.model, model=str(folder), dtype="float32", tokenizer=None)
     base = with_cache(replace(config, model=model), kv_dtype="float32")
-    reference = Reference(folder)
+    longest = _preempted_tokens(config) if "preempted" in modes else 0
+    reference = Reference(folder, {tuple(item.prompt): longest for item in batch})
     outcomes = []
     for mode in modes:
         outcomes.append(_run_mode(name, mode, base, batch, reference))
@@ -123,18 +124,21 @@ def _prefix_hits(base: EngineConfig, batch: Sequence[Item]) -> tuple[Outputs, st
     return outputs, fault
 
 
+def _preempted_tokens(config: EngineConfig) -> int:
+    """Tokens each request generates to be preempted: a request is admitted with a page to spare, so it needs more."""
+    return 3 * config.cache.page_size
+
+
 def _preempted(base: EngineConfig, batch: Sequence[Item]) -> tuple[Outputs, str | None]:
     """A pool that holds the longest request and little more, so that running sequences lose their pages.
 
-    The shorter half of the prompts asks for three pages of output: what is admitted grows past what there is.
+    The longest comes first, and all go on for three pages: what is admitted beside it grows past what there is.
     """
     page = base.cache.page_size
-    ordered = sorted(batch, key=lambda item: len(item.prompt))
-    half = (len(ordered) + 1) // 2
-    longer = [
-        replace(item, params=msgspec.structs.replace(item.params, max_tokens=3 * page)) for item in ordered[:half]
+    work = [
+        replace(item, params=msgspec.structs.replace(item.params, max_tokens=_preempted_tokens(base)))
+        for item in sorted(batch, key=lambda item: -len(item.prompt))
     ]
-    work = [*longer, *ordered[half:]]
     probe = LocalEngine(base)
     page_bytes = probe.info.kv_bytes // probe.info.pages
     del probe

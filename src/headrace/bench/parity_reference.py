@@ -1,6 +1,6 @@
 """Plain Transformers as the judge of our tokens: teacher forcing, and its own greedy answer beside it."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -40,13 +40,14 @@ class Reference:
 
     Args:
         folder: of the model.
-        threads: torch threads while judging; 0: as they are.
+        longest: per prompt, how many greedy tokens will be asked for at most, so that `generate` runs once.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, longest: Mapping[tuple[int, ...], int] | None = None) -> None:
         transformers_logging.disable_progress_bar()
         self._model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-        self._greedy: dict[tuple[tuple[int, ...], int], list[int]] = {}
+        self._longest = longest or {}
+        self._greedy: dict[tuple[int, ...], list[int]] = {}
         self._margins: dict[tuple[tuple[int, ...], tuple[int, ...]], list[float]] = {}
 
     def judge(self, prompt: Sequence[int], output: Sequence[int]) -> Verdict:
@@ -63,14 +64,14 @@ class Reference:
 
     def greedy(self, prompt: Sequence[int], count: int) -> list[int]:
         """The reference's own greedy tokens, from `generate` with a KV cache."""
-        key = (tuple(prompt), count)
-        if key not in self._greedy:
+        key = tuple(prompt)
+        if len(self._greedy.get(key, [])) < count:
             with torch.inference_mode():
                 ids = torch.tensor([list(prompt)])
                 out = self._model.generate(
                     ids,
                     attention_mask=torch.ones_like(ids),
-                    max_new_tokens=count,
+                    max_new_tokens=max(count, self._longest.get(key, 0)),
                     eos_token_id=None,
                     do_sample=False,
                     temperature=None,
@@ -79,7 +80,7 @@ class Reference:
                     pad_token_id=0,
                 )
             self._greedy[key] = out[0, len(prompt) :].tolist()
-        return self._greedy[key]
+        return self._greedy[key][:count]
 
     def _forced(self, prompt: tuple[int, ...], output: tuple[int, ...]) -> list[float]:
         """Each token's distance from the best logit in standard deviations, from one forward over prompt + output."""
