@@ -25,28 +25,32 @@ from numba.core.bytecode import FunctionIdentity
 
 from headrace.core import paths
 
-_SOURCES = ("compiled.py", "vectors.py", "memory.py", "tiles.py", "tile_rows.py", "paged.py", "paged_write.py")
-
 FunctionIdentity._unique_ids = itertools.count(secrets.randbits(48))
 
 
 @functools.cache
-def cache_folder() -> Path:
-    """Where compiled kernels of this very source are kept."""
+def cache_folder(sources: tuple[str, ...]) -> Path:
+    """Where compiled kernels of these very sources (files of this folder) are kept."""
     digest = hashlib.sha256(f"{numba.__version__} {llvmlite.__version__}".encode())
-    for source in _SOURCES:
+    for source in ("compiled.py", *sources):
         digest.update(Path(__file__).with_name(source).read_bytes())
     return paths.home() / "kernels" / digest.hexdigest()[:16]
 
 
-def c_function(signature: Any, function: Callable[..., Any]) -> Any:
+def c_function(signature: Any, function: Callable[..., Any], sources: tuple[str, ...], **options: Any) -> Any:
     """Compiles `function` (or loads it from the cache) as a C function; `.address` of the result is its entry.
 
     The result must be kept alive as long as the address is used.
+
+    Args:
+        signature: Numba's type of the function.
+        function: what to compile.
+        sources: all files of this folder that the machine code is made of.
+        options: for Numba's compiler, `fastmath` for one.
     """
     before = config.CACHE_DIR
-    config.CACHE_DIR = str(cache_folder())
+    config.CACHE_DIR = str(cache_folder(sources))
     try:
-        return numba.cfunc(signature, cache=True, error_model="numpy")(function)
+        return numba.cfunc(signature, cache=True, error_model="numpy", **options)(function)
     finally:
         config.CACHE_DIR = before

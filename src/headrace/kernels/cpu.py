@@ -22,6 +22,7 @@ from headrace.kernels.attention import Planes, check_plan
 from headrace.kernels.compiled import c_function
 from headrace.kernels.workplan import NumbaStep, cut
 
+_SOURCES = ("vectors.py", "memory.py", "tiles.py", "tile_rows.py", "paged.py", "paged_write.py")
 _LOG2_E = 1.4426950408889634
 _ELEMENTS = {"float32": np.float32, "bfloat16": np.uint16, "float16": np.int16}
 _PAGE_SIZES = (8, 16, 32, 64, 128, 256)
@@ -38,13 +39,13 @@ def _lanes() -> tuple[int, int]:
 @functools.cache
 def _attend(element: Any, lanes: int, strips: int) -> tuple[Any, np.dtype[Any]]:
     record = paged.attend_record(element, lanes, strips)
-    return c_function(types.void(types.CPointer(numba.from_dtype(record))), paged.attend_kernel), record
+    return c_function(types.void(types.CPointer(numba.from_dtype(record))), paged.attend_kernel, _SOURCES), record
 
 
 @functools.cache
 def _write(element: Any) -> tuple[Any, np.dtype[Any]]:
     record = paged_write.write_record(element)
-    return c_function(types.void(types.CPointer(numba.from_dtype(record))), paged_write.write_kernel), record
+    return c_function(types.void(types.CPointer(numba.from_dtype(record))), paged_write.write_kernel, _SOURCES), record
 
 
 def _element(planes: Planes) -> tuple[str, Any]:
@@ -71,13 +72,12 @@ def _strides(planes: Planes) -> tuple[int, int, int]:
 
 def _rows(x: torch.Tensor) -> torch.Tensor:
     """As float32 with a dense last dimension; a view where it is that already."""
-    x = x.detach()
     x = x if x.dtype == torch.float32 else x.float()
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
 class _Call:
-    """A prepared argument of the attention kernel and the memory it points to."""
+    """A prepared argument of a kernel, whose record starts with four addresses, and the memory it points to."""
 
     def __init__(
         self,
@@ -158,6 +158,18 @@ class NumbaAttention:
         if not step.rows:
             return
         k, v = _rows(k), _rows(v)
+        key = (k.shape, k.stride(), v.shape, v.stride(), k_planes.shape, v_planes.shape, k_planes.dtype)
+        call = step.calls.get(key)
+        if call is None:
+            call = step.calls[key] = self._prepare_write(step, k, v, k_planes, v_planes)
+        call.pointers[:] = k.data_ptr(), v.data_ptr(), _address(k_planes), _address(v_planes)
+        call.tickets[:] = 0
+        openmp.run(call.kernel, call.address, 1 if k.numel() < _SERIAL_ELEMENTS else self.threads)
+
+    def _prepare_write(
+        self, step: NumbaStep, k: torch.Tensor, v: torch.Tensor, k_planes: Planes, v_planes: Planes
+    ) -> _Call:
+        """The argument of the writing kernel but for the addresses of new and stored K and V."""
         kernel, record = _write(_element(k_planes)[1])
         kv_heads, _pages, dim, page_size = k_planes.shape
         if k.shape != (step.rows, kv_heads, dim) or v.shape != k.shape:
@@ -170,12 +182,11 @@ class NumbaAttention:
         block = 16
         a["tickets"], a["slots"] = tickets.ctypes.data, step.slots.ctypes.data
         a["rows"], a["block"], a["items"] = step.rows, block, -(-step.rows // block) * kv_heads
-        a["new_k"], a["new_v"], a["k"], a["v"] = k.data_ptr(), v.data_ptr(), _address(k_planes), _address(v_planes)
         a["k_row"], a["k_col"], a["v_row"], a["v_col"] = (4 * s for x in (k, v) for s in x.stride()[:2])
         a["k_head"], a["k_page"], _ = _strides(k_planes)
         a["v_head"], a["v_page"], _ = _strides(v_planes)
         a["page_size"], a["dim"], a["padded"], a["kv_heads"] = page_size, dim, v_planes.shape[3], kv_heads
-        openmp.run(kernel.address, argument.ctypes.data, 1 if k.numel() < _SERIAL_ELEMENTS else self.threads)
+        return _Call(kernel.address, argument, tickets, ())
 
     def attend(
         self,

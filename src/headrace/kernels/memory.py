@@ -112,6 +112,26 @@ def fetch_add(typingctx: Any, address: Any, value: Any) -> Any:
 
 
 @intrinsic
+def address_of(typingctx: Any, pointer: Any) -> Any:
+    """The address that a pointer holds, as an int64."""
+
+    def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.ptrtoint(args[0], I64)
+
+    return types.int64(pointer), emit
+
+
+@intrinsic
+def floats(typingctx: Any, address: Any) -> Any:
+    """An address as a pointer to float32 numbers, for `carray`."""
+
+    def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.inttoptr(args[0], F32.as_pointer())
+
+    return types.CPointer(types.float32)(types.int64), emit
+
+
+@intrinsic
 def exp2(typingctx: Any, x: Any) -> Any:
     """2^x for x <= 0, with the rounding of the vector code."""
 

@@ -8,8 +8,8 @@ from numba import carray
 from headrace.kernels.memory import fetch_add, load_f32, load_i64, store_kv
 
 _NUMBERS = (
+    "new_k", "new_v", "k", "v",  # addresses; they come first
     "tickets", "items", "rows", "block", "slots",  # addresses and counts
-    "new_k", "new_v", "k", "v",  # addresses
     "k_row", "k_col", "v_row", "v_col", "k_head", "k_page", "v_head", "v_page",  # bytes
     "page_size", "dim", "padded", "kv_heads",
 )  # fmt: skip

@@ -1,4 +1,4 @@
 """Models: find and convert files, load a Transformers decoder, prepare its linears, run a span of its layers.
 
-May import `core`.
+May import `core`, `kernels`.
 """

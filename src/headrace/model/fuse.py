@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from headrace.model import rowwise
+from headrace.kernels import rowwise
 from headrace.model.attention import AttentionCall, dense_causal
 from headrace.model.fused import FusedAttention, FusedLayer, GatedMlp, RowNorm
 from headrace.model.linears import PackedLinear, is_plain, pack_linears, stack

@@ -1,17 +1,16 @@
 """Modules that take the place of a layer's norms, MLP and attention, with fewer and larger operations.
 
-float32 uses the kernels of `rowwise`; 16-bit types use torch between the packed linears. `fuse` puts one in place only
-where it gives the numbers of the module it replaces.
+float32 uses the row kernels of `kernels.rowwise`; 16-bit types use torch between the packed linears. `fuse` puts one
+in place only where it gives the numbers of the module it replaces.
 """
 
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
-from headrace.model import rowwise
+from headrace.kernels import openmp, rowwise
 from headrace.model.context import StepContext
 from headrace.model.linears import PackedLinear
 
@@ -22,7 +21,7 @@ class RowNorm(nn.Module):
     def __init__(self, scale: Tensor, eps: float) -> None:
         super().__init__()
         self.scale = scale.detach().float().clone().contiguous()
-        self.array, self.eps = self.scale.numpy(), np.float32(eps)
+        self.eps, self.threads = eps, openmp.check(0)
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., n] -> the same shape."""
@@ -31,7 +30,7 @@ class RowNorm(nn.Module):
         if not x.is_contiguous():
             x = x.contiguous()
         out = torch.empty_like(x)
-        rowwise.rms_norm(x.numpy(), self.array, self.eps, out.numpy())
+        rowwise.rms_norm(x, self.scale, self.eps, out, self.threads)
         return out
 
 
@@ -54,6 +53,7 @@ class GatedMlp(nn.Module):
     ) -> None:
         super().__init__()
         self.gate_up, self.down, self.kernel, self.act = gate_up, down, kernel, act
+        self.threads = openmp.check(0) if kernel is not None else 1
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., hidden] -> the same shape."""
@@ -68,7 +68,7 @@ class GatedMlp(nn.Module):
             gate, up = both.chunk(2, -1)
             return self.act(gate) * up
         inner = both.new_empty((both.shape[0], both.shape[1], both.shape[2] // 2))
-        self.kernel(both.numpy(), inner.numpy())
+        self.kernel(both, inner, self.threads)
         return inner
 
 
@@ -103,6 +103,7 @@ class FusedAttention(nn.Module):
         self.layer, self.heads, self.kv_heads, self.head_dim = layer, heads, kv_heads, head_dim
         self.scale, self.window, self.softcap = scale, window, softcap
         self.by_kernel = qkv.bits == 32
+        self.threads = openmp.check(0) if self.by_kernel else 1
 
     def forward(
         self,
@@ -121,12 +122,12 @@ class FusedAttention(nn.Module):
         parts = both.view(rows, turning + self.kv_heads, self.head_dim)
         cos, sin = position_embeddings
         if self.by_kernel:
-            array = both.numpy()
             if isinstance(self.q_norm, RowNorm) and isinstance(self.k_norm, RowNorm):
+                q_scale, k_scale = self.q_norm.scale, self.k_norm.scale
                 rowwise.head_norms(
-                    array, heads, self.kv_heads, self.head_dim, self.q_norm.array, self.k_norm.array, self.q_norm.eps
+                    both, heads, self.kv_heads, self.head_dim, q_scale, k_scale, self.q_norm.eps, self.threads
                 )
-            rowwise.rotate(array, turning, self.head_dim, cos.numpy(), sin.numpy())
+            rowwise.rotate(both, turning, self.head_dim, cos, sin, self.threads)
             q, k = parts[:, :heads], parts[:, heads:turning]
         else:
             q, k = parts[:, :heads], parts[:, heads:turning]
