@@ -30,9 +30,15 @@ def test_serve_has_a_flag_for_every_setting(tmp_path: Path) -> None:
         assert setting.env in help
 
 
+def test_help_names_the_extra_to_install(tmp_path: Path) -> None:
+    for command in ("throughput", "serve"):
+        assert "headrace[plot]" in headrace("bench", command, "--help", home=tmp_path).stdout
+
+
 WRONG: list[tuple[list[str], dict[str, str], str]] = [
     (["serve", "--max-model-length", "4"], {}, "unknown flag --max-model-length (did you mean --max-model-len?)"),
     (["srve"], {}, "serve"),
+    (["serve", "--port", "99999"], {}, "port 99999 is above 65535; choose another --port"),
     (["serve", "--page-size", "17"], {}, "--page-size: 17 is not one of 8, 16, 32, 64"),
     (["serve", "--kv-memory", "lots"], {}, "--kv-memory: 'lots' is not a size such as 2GiB"),
     (["serve", "--itl-target", "fast"], {}, "--itl-target: 'fast' is not a duration such as 150ms"),

@@ -47,18 +47,20 @@ def bind(config: ServerConfig) -> socket.socket:
     """A socket bound to the configured address, not yet listening.
 
     Raises:
-        ConfigError: the address is taken, or not ours.
+        ConfigError: the address is taken, or not ours, or no port.
     """
+    if config.port > 65535:  # getaddrinfo would keep the low 16 bits
+        raise ConfigError(f"port {config.port} is above 65535; choose another --port")
     try:
         found = socket.getaddrinfo(config.host, config.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         family, kind, protocol, _, address = found[0]
         listener = socket.socket(family, kind, protocol)
-    except (OSError, OverflowError) as error:
+    except OSError as error:
         raise ConfigError(f"cannot listen on {config.host}:{config.port}: {error}; choose another --host") from None
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
-    except (OSError, OverflowError) as error:
+    except OSError as error:
         listener.close()
         reason = getattr(error, "strerror", None) or str(error)
         raise ConfigError(

@@ -17,7 +17,7 @@ bench = typer.Typer(help="Measure this device, this engine, or any server.", no_
 bench.command("serve")(bench_serve)
 bench.command("parity")(bench_parity)
 
-Plot = Annotated[Path | None, typer.Option("--plot", metavar="FILE", help="draw the result (needs headrace[plot])")]
+Plot = Annotated[Path | None, typer.Option("--plot", metavar="FILE", help="draw the result (needs headrace\\[plot])")]
 Rounds = Annotated[int, typer.Option(min=1, help="repetitions; medians are reported")]
 
 
