@@ -26,3 +26,7 @@ def __getattr__(name: str) -> Any:
 
         return AsyncLLM
     raise AttributeError(f"module 'headrace' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,10 +1,18 @@
 """Text completions, tokenize and detokenize, models."""
 
+import json
 from typing import Any
 
+import llguidance
 import openai
 import pytest
 from served import Served
+
+from headrace.api.errors import model_not_found
+from headrace.api.schema import decode
+from headrace.api.schema_completion import COMPLETION_DECODER
+from headrace.api.structured import requested_grammar
+from headrace.engine.sampling.grammar import _to_llguidance as compile_grammar
 
 
 def create(server: Served, **fields: Any) -> Any:
@@ -94,6 +102,16 @@ def test_vllm_prompt_logprobs_and_token_ids(server: Served) -> None:
         ({"prompt": [999]}, "prompt"),
         ({"prompt": "a", "suffix": "b"}, "suffix"),
         ({"prompt": "a", "best_of": 3}, "best_of"),
+        ({"prompt": "a", "bad_words": ["b"]}, "bad_words"),
+        ({"prompt": "a", "allowed_token_ids": [1]}, "allowed_token_ids"),
+        ({"prompt": "a", "truncate_prompt_tokens": 5}, "truncate_prompt_tokens"),
+        ({"prompt": "a", "logits_processors": ["x"]}, "logits_processors"),
+        ({"prompt": "a", "prompt_embeds": "AAAA"}, "prompt_embeds"),
+        ({"prompt": "a", "length_penalty": 0.5}, "length_penalty"),
+        ({"prompt": "a", "early_stopping": True}, "early_stopping"),
+        ({"prompt": "a", "thinking_token_budget": 0}, "thinking_token_budget"),
+        ({"prompt": "a", "structured_outputs": {}}, "structured_outputs"),
+        ({"prompt": "a", "structured_outputs": {"regexp": "a"}}, "structured_outputs.regexp"),
         ({"prompt": "a", "max_tokens": 0}, "max_tokens"),
         ({"prompt": "a", "max_tokens": -1}, "max_tokens"),
         ({"prompt": "a", "max_tokens": 4096}, "prompt"),
@@ -123,11 +141,46 @@ def test_bad_fields_are_named(server: Served, fields: dict[str, Any], param: str
     assert error["message"]
 
 
+def test_values_that_ask_for_nothing_are_accepted(server: Served) -> None:
+    neutral = {"bad_words": [], "logits_processors": [], "length_penalty": 1, "early_stopping": False}
+    nothing = {"allowed_token_ids": None, "truncate_prompt_tokens": None}
+    assert create(server, prompt="[[x]]", extra_body=neutral | nothing).choices[0].text == "x"
+
+
+def test_a_misspelled_constraint_is_told_the_nearest_one(server: Served) -> None:
+    with pytest.raises(openai.BadRequestError, match=r"did you mean regex\?"):
+        create(server, prompt="a", extra_body={"structured_outputs": {"regexp": "a"}})
+
+
+def test_an_unknown_field_is_logged_once_and_ignored(server: Served, caplog: pytest.LogCaptureFixture) -> None:
+    for _ in range(2):
+        assert create(server, prompt="[[x]]", extra_body={"tempreature": 1}).choices[0].text == "x"
+    fields = [vars(record).get("field") for record in caplog.records if "not known" in record.message]
+    assert fields == ["tempreature"]
+
+
+@pytest.mark.parametrize("kind", [{"json": {"properties": {"a": {"const": 1}}}}, {"json_object": True}])
+@pytest.mark.parametrize("compact", [False, True])
+def test_white_space_in_json_can_be_refused(kind: dict[str, Any], compact: bool) -> None:
+    body = {"prompt": "a", "structured_outputs": {**kind, "disable_any_whitespace": compact}}
+    spec = requested_grammar(decode(COMPLETION_DECODER, json.dumps(body).encode()))
+    assert spec is not None
+    tokens = llguidance.LLTokenizer("byte")
+    for text, allowed in (('{"a":1}', True), ('{"a": 1}', not compact)):
+        matcher = llguidance.LLMatcher(tokens, compile_grammar(spec))
+        assert (matcher.try_consume_tokens(tokens.tokenize_str(text)) == len(text)) is allowed
+
+
 def test_unknown_model(server: Served) -> None:
     with pytest.raises(openai.NotFoundError) as error:
         create(server, model="gpt-9", prompt="a")
     assert (error.value.code, error.value.param) == ("model_not_found", "model")
     assert create(server, model="default", prompt="[[x]]").choices[0].text == "x"
+
+
+def test_an_alias_that_is_the_name_is_not_said_twice() -> None:
+    assert str(model_not_found("x", "parrot")).endswith("has `parrot` (alias `default`)")
+    assert str(model_not_found("x", "default")).endswith("has `default`")
 
 
 def test_models(server: Served) -> None:

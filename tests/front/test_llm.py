@@ -10,11 +10,12 @@ import torch
 from transformers import AutoModelForCausalLM
 from vocabularies import byte_level, save_tokenizer
 
+import headrace
 from headrace import LLM, AsyncLLM, GrammarSpec, SamplingParams
 from headrace.bench.tiny_models import save
 from headrace.core.errors import ConfigError, InvalidRequest
 from headrace.front.options import engine_config
-from headrace.front.output import TextDelta
+from headrace.front.output import RequestOutput, TextDelta
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 OPTIONS = {"max_model_len": 256, "kv_memory": "4MiB", "threads": 1, "dtype": "float32", "seed": 5}
@@ -162,6 +163,19 @@ def test_interrupted_generation_leaves_the_engine_usable(llm: LLM, monkeypatch: 
     assert llm.stats().pages_used == 0
 
 
+def test_generate_without_parameters_ends_after_16_tokens_and_chat_does_not(llm: LLM) -> None:
+    def longest(outputs: list[RequestOutput]) -> int:
+        return max(len(output.completions[0].tokens) for output in outputs)
+
+    assert 1 < longest(llm.generate(["the fox"] * 4)) <= 16
+    assert longest(llm.generate(["the fox"] * 4, SamplingParams())) > 16
+    assert longest(llm.chat([MESSAGES] * 4)) > 16
+
+
+def test_the_package_lists_what_it_exports() -> None:
+    assert {"LLM", "AsyncLLM", "SamplingParams"} <= set(dir(headrace))
+
+
 def test_options_take_our_names_and_vllms() -> None:
     config = engine_config("m", {"enable_prefix_caching": False, "kv_memory": "1GiB", "max_num_seqs": 3, "seed": None})
     assert (config.model.model, config.cache.prefix_caching, config.cache.kv_memory) == ("m", False, 1 << 30)
@@ -191,6 +205,7 @@ def test_async_llm_streams_from_a_process_of_its_own(llm: LLM, folder: Path) -> 
                 assert parts[-1].finish == "length"
             answer = [delta.text async for delta in remote.chat(MESSAGES, GREEDY)]
             assert "".join(answer) == chat.completions[0].text
+            assert sum([len(delta.tokens) async for delta in remote.generate("the fox")]) <= 16
             async for _ in remote.generate("the fox", SamplingParams(n=3, ignore_eos=True)):
                 break  # and go away
             with pytest.raises(InvalidRequest):

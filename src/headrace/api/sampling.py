@@ -1,5 +1,7 @@
 """From a request's fields to sampling parameters, service class and priority."""
 
+from typing import Any
+
 import msgspec
 
 from headrace.api.schema import GenerationFields
@@ -19,6 +21,19 @@ _TIERS: dict[str, ServiceClass] = {
     "priority": "online",
     "scale": "online",
     "flex": "offline",
+}
+
+# Parameters of vLLM that would change the output and that we do not have: the values that ask for nothing, and the
+# way out.
+_ABSENT: dict[str, tuple[tuple[Any, ...], str]] = {
+    "bad_words": (([],), "give their tokens a logit_bias of -100"),
+    "allowed_token_ids": ((), "use structured_outputs"),
+    "truncate_prompt_tokens": ((), "shorten the prompt on your side"),
+    "logits_processors": (([],), "use logit_bias or structured_outputs"),
+    "prompt_embeds": (([],), "send text or token ids"),
+    "length_penalty": ((1.0,), "it belongs to beam search, which is not there either"),
+    "early_stopping": ((False,), "it belongs to beam search, which is not there either"),
+    "thinking_token_budget": ((), "use max_tokens"),
 }
 
 _PLAIN = (
@@ -113,6 +128,10 @@ def _refuse_unsupported(request: GenerationFields) -> None:
         raise InvalidRequest("beam search is not supported; sample with n instead", "use_beam_search")
     if request.best_of is not None and request.best_of != (request.n or 1):
         raise InvalidRequest("best_of is not supported; ask for n and choose on your side", "best_of")
+    for name, (neutral, way_out) in _ABSENT.items():
+        value = getattr(request, name)
+        if value is not None and value not in neutral:
+            raise InvalidRequest(f"{name} is not supported; {way_out}", name)
     if request.stream_options is not None and not request.stream:
         raise InvalidRequest("stream_options needs stream: true", "stream_options")
     if request.prompt_logprobs is not None and request.stream:

@@ -1,8 +1,10 @@
 """Reading request bodies: JSON straight into typed structs, and what chat and completions have in common.
 
-Unknown fields are ignored, as OpenAI-compatible servers do; wrong types are refused with the field's name.
+Unknown fields are ignored, as OpenAI-compatible servers do, and said in the log once each; wrong types are refused
+with the field's name.
 """
 
+import logging
 import re
 from typing import Any, TypeVar
 
@@ -10,13 +12,22 @@ import msgspec
 
 from headrace.api.errors import ApiError
 from headrace.core.errors import InvalidRequest
+from headrace.core.settings import nearest
 
 MAX_JSON_DEPTH = 64  # of free-form values; templates and grammar compilers recurse over them
+
+MAX_WARNED = 100  # names; clients choose them, and neither memory nor log may grow without end
+
+log = logging.getLogger("headrace.api")
 
 T = TypeVar("T")
 
 _PATH = re.compile(r" - at `(?:key` in `)?\$\.?([^`]*)`$")
 _MISSING = re.compile(r"missing required field `([^`]+)`")
+_UNKNOWN = re.compile(r"unknown field `([^`]*)`")
+_FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
+
+_warned: set[str] = set()
 
 
 class StreamOptions(msgspec.Struct, kw_only=True):
@@ -41,8 +52,8 @@ class ResponseFormat(msgspec.Struct, kw_only=True):
     json_schema: JsonSchemaFormat | None = None
 
 
-class StructuredOutputs(msgspec.Struct, kw_only=True):
-    """vLLM's `structured_outputs`: exactly one of these."""
+class StructuredOutputs(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """vLLM's `structured_outputs`: exactly one of these; a misspelled one must not go unnoticed."""
 
     json: str | dict[str, Any] | None = None
     regex: str | None = None
@@ -50,6 +61,7 @@ class StructuredOutputs(msgspec.Struct, kw_only=True):
     grammar: str | None = None
     json_object: bool | None = None
     structural_tag: Any = None
+    disable_any_whitespace: bool | None = None
 
 
 class GenerationFields(msgspec.Struct, kw_only=True):
@@ -84,6 +96,14 @@ class GenerationFields(msgspec.Struct, kw_only=True):
     structured_outputs: StructuredOutputs | None = None
     best_of: int | None = None
     use_beam_search: bool | None = None
+    bad_words: Any = None
+    allowed_token_ids: Any = None
+    truncate_prompt_tokens: Any = None
+    logits_processors: Any = None
+    prompt_embeds: Any = None
+    length_penalty: Any = None
+    early_stopping: Any = None
+    thinking_token_budget: Any = None
     service_tier: str | None = None
     priority: int | None = None
     cache_salt: str | None = None
@@ -100,13 +120,24 @@ def decode(decoder: msgspec.json.Decoder[T], body: bytes) -> T:
     if not body:
         raise InvalidRequest("the request has no body; send a JSON object", code="invalid_json")
     try:
-        return decoder.decode(body)
+        decoded = decoder.decode(body)
     except msgspec.ValidationError as error:
         raise _wrong_type(str(error)) from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise InvalidRequest(f"the request's body is not valid JSON: {error}", code="invalid_json") from None
     except RecursionError:
         raise InvalidRequest("the request's JSON is nested too deeply", code="invalid_json") from None
+    _warn_of_unknown(type(decoded), body)
+    return decoded
+
+
+def _warn_of_unknown(kind: type, body: bytes) -> None:
+    """Log the fields of a body that mean nothing to us, each once in this process."""
+    for name in _FIELDS.decode(body).keys() - set(kind.__struct_fields__) - _warned:  # type: ignore[attr-defined]
+        if len(_warned) >= MAX_WARNED or len(name) > 100:
+            return
+        _warned.add(name)
+        log.warning("a request has a field that is not known here; it is ignored", extra={"field": name})
 
 
 def _wrong_type(message: str) -> InvalidRequest:
@@ -117,6 +148,10 @@ def _wrong_type(message: str) -> InvalidRequest:
     if missing:
         param = f"{param}.{missing.group(1)}" if param else missing.group(1)
         return InvalidRequest(f"the field `{param}` is missing", param, "missing_required_parameter")
+    unknown = _UNKNOWN.search(said)
+    if unknown:
+        name, known = unknown.group(1)[:100], StructuredOutputs.__struct_fields__  # the only struct that forbids any
+        return InvalidRequest(f"`{param}` has no field `{name}`{nearest(name, known)}", f"{param}.{name}")
     where = f"`{param}`: " if param else "the request's body: "
     return InvalidRequest(f"{where}{said[0].lower()}{said[1:]}", param or None, "invalid_type")
 

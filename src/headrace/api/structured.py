@@ -30,7 +30,11 @@ def requested_grammar(request: GenerationFields) -> GrammarSpec | None:
     )
     found += _structured(guided, "guided_")
     if request.structured_outputs is not None:
-        found += _structured(request.structured_outputs, "structured_outputs.")
+        here = _structured(request.structured_outputs, "structured_outputs.")
+        if not here:
+            kinds = "json, json_object, regex, choice or grammar"
+            raise InvalidRequest(f"structured_outputs needs one of {kinds}", "structured_outputs")
+        found += here
     if len(found) > 1:
         names = ", ".join(name for name, _ in found)
         raise InvalidRequest(f"give only one constraint on the text, not {names}", found[1][0])
@@ -58,10 +62,12 @@ def _response_format(given: ResponseFormat) -> GrammarSpec | None:
 
 def _structured(given: StructuredOutputs, prefix: str) -> list[tuple[str, GrammarSpec]]:
     found: list[tuple[str, GrammarSpec]] = []
+    compact = bool(given.disable_any_whitespace)
     if given.json is not None:
-        found.append((f"{prefix}json", _schema(given.json, f"{prefix}json")))
+        found.append((f"{prefix}json", _schema(given.json, f"{prefix}json", compact)))
     if given.json_object:
-        found.append((f"{prefix}json_object", GrammarSpec("json_object")))
+        name = f"{prefix}json_object"
+        found.append((name, _schema({"type": "object"}, name, compact) if compact else GrammarSpec("json_object")))
     if given.regex is not None:
         found.append((f"{prefix}regex", GrammarSpec("regex", given.regex)))
     if given.choice is not None:
@@ -77,7 +83,8 @@ def _structured(given: StructuredOutputs, prefix: str) -> list[tuple[str, Gramma
     return found
 
 
-def _schema(schema: str | dict[str, Any], param: str) -> GrammarSpec:
+def _schema(schema: str | dict[str, Any], param: str, compact: bool = False) -> GrammarSpec:
+    """The grammar of a schema; `compact`: without white space between the parts of the text."""
     if isinstance(schema, str):
         try:
             parsed = msgspec.json.decode(schema)
@@ -87,4 +94,6 @@ def _schema(schema: str | dict[str, Any], param: str) -> GrammarSpec:
             raise InvalidRequest(f"`{param}` must be a JSON schema in an object", param)
         schema = parsed
     check_depth(schema, param)
+    if compact:  # llguidance reads its options from this key
+        schema = {**schema, "x-guidance": {"whitespace_pattern": ""}}
     return GrammarSpec("json_schema", msgspec.json.encode(schema).decode())

@@ -12,7 +12,7 @@ from headrace.core.request import ServiceClass
 from headrace.core.sampling import SamplingParams
 from headrace.front.generator import Generator
 from headrace.front.launch import launch_generator
-from headrace.front.options import Prompt, encode_prompt, engine_config
+from headrace.front.options import Prompt, encode_prompt, engine_config, plain_defaults
 from headrace.front.output import TextDelta
 from headrace.front.tokenizer import Tokenizer
 
@@ -76,7 +76,7 @@ class AsyncLLM:
         return self.generator.tokenizer
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """What is used where no parameters are given."""
+        """The model's defaults: what `chat`, and but for the length `generate`, use where no parameters are given."""
         return self.generator.defaults
 
     async def stats(self) -> EngineStats:
@@ -97,7 +97,7 @@ class AsyncLLM:
 
         Args:
             prompt: a text, token ids, `{"prompt": ...}` or `{"prompt_token_ids": [...]}`.
-            sampling_params: None: the model's defaults.
+            sampling_params: None: the model's defaults and at most 16 tokens, see `LLM.generate`.
             request_id: unique among those in flight; None: a fresh one.
             service: `offline` work fills what online work leaves.
             priority: lower runs first.
@@ -113,7 +113,7 @@ class AsyncLLM:
             _, tokens = encode_prompt(prompt, generator.tokenizer)
         stream = await generator.start(
             tokens,
-            sampling_params,
+            sampling_params or plain_defaults(generator.defaults),
             request_id=request_id or uuid.uuid4().hex,
             service=service,
             priority=priority,
@@ -151,7 +151,7 @@ class AsyncLLM:
         tokens = await tokenizer.encode_async(text, add_special_tokens=False)
         stream = self.generate(
             tokens,
-            sampling_params,
+            sampling_params or self.generator.defaults,
             request_id=request_id,
             service=service,
             priority=priority,

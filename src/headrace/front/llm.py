@@ -14,7 +14,7 @@ from headrace.core.sampling import GrammarSpec, SamplingParams
 from headrace.front.admission import Admission
 from headrace.front.assembly import SequenceText, append
 from headrace.front.launch import load_front
-from headrace.front.options import Prompt, as_prompts, encode_prompt, engine_config
+from headrace.front.options import Prompt, as_prompts, encode_prompt, engine_config, plain_defaults
 from headrace.front.output import Completion, RequestOutput
 from headrace.front.tokenizer import Tokenizer
 
@@ -76,7 +76,7 @@ class LLM:
         return self._client
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """What `generate` uses where no parameters are given."""
+        """The model's defaults: what `chat`, and but for the length `generate`, use where no parameters are given."""
         return self._defaults
 
     def stats(self) -> EngineStats:
@@ -101,7 +101,9 @@ class LLM:
 
         Args:
             prompts: one or several of: a text, a list of token ids, `{"prompt": ...}`, `{"prompt_token_ids": [...]}`.
-            sampling_params: for all, or one for each; None: the model's defaults.
+            sampling_params: for all, or one for each; None: `get_default_sampling_params()`, and at most 16 tokens
+                unless the model's `generation_config.json` says otherwise. `SamplingParams(max_tokens=None)`, as
+                `SamplingParams()`, goes on as long as the context allows.
             use_tqdm: show a progress bar.
             priority: lower runs first.
             cache_salt: KV is shared only among calls with the same salt.
@@ -110,6 +112,8 @@ class LLM:
             InvalidRequest: a prompt or parameter is wrong; then nothing runs.
         """
         given = [encode_prompt(prompt, self._tokenizer) for prompt in as_prompts(prompts)]
+        if sampling_params is None:
+            sampling_params = plain_defaults(self._defaults)
         return self._run(given, sampling_params, use_tqdm, priority, cache_salt)
 
     def chat(
@@ -127,7 +131,8 @@ class LLM:
     ) -> list[RequestOutput]:
         """Answer one conversation, or each of several; messages as in OpenAI's API.
 
-        See `generate` and `ChatTemplate.render` for the arguments.
+        See `generate` and `ChatTemplate.render` for the arguments. Without parameters an answer ends where the model
+        ends it, or with the context.
         """
         if not messages:
             raise InvalidRequest("messages must hold at least one message", "messages")

@@ -3,13 +3,18 @@
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias, cast
 
+import msgspec
+
 from headrace.core.config import EngineConfig
 from headrace.core.errors import ConfigError, InvalidRequest
+from headrace.core.sampling import SamplingParams
 from headrace.core.settings import build, nearest, settings_of
 from headrace.front.tokenizer import Tokenizer
 
 Prompt: TypeAlias = str | list[int] | Mapping[str, Any]
 """A text, token ids, `{"prompt": text}` or `{"prompt_token_ids": ids}`."""
+
+DEFAULT_TOKENS = 16
 
 _ALIASES = {
     "enable_prefix_caching": "prefix_caching",
@@ -36,6 +41,16 @@ def engine_config(model: str, options: Mapping[str, Any]) -> EngineConfig:
         if value is not None:  # as vLLM has it: None means the default
             values[name] = settings[name].accept(value, given)
     return build(EngineConfig, values)
+
+
+def plain_defaults(defaults: SamplingParams) -> SamplingParams:
+    """The parameters of a `generate` that names none: the model's, ending after 16 tokens as in vLLM and OpenAI's API.
+
+    A text that is merely continued has no end of its own, so without a limit it would fill the context.
+    """
+    if defaults.max_tokens is not None:  # the model's makers said how long
+        return defaults
+    return msgspec.structs.replace(defaults, max_tokens=DEFAULT_TOKENS)
 
 
 def as_prompts(prompts: "Prompt | Sequence[Prompt]") -> list[Prompt]:
