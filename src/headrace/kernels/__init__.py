@@ -1,4 +1,4 @@
-"""Kernels: paged attention and token sampling, one interface for CPU (Numba) and CUDA (FlashInfer or torch).
+"""Kernels: paged attention, token sampling (CPU by Numba, CUDA by FlashInfer or torch), and row kernels (CPU).
 
 May import `core`.
 """
