@@ -1,5 +1,6 @@
 """`headrace serve` as a process over a tiny model: answers, drains, and says why it cannot start."""
 
+import contextlib
 import json
 import os
 import re
@@ -200,11 +201,11 @@ def test_leaving_clients_free_the_engine(running: Process) -> None:
         with httpx.stream("POST", f"{running.url}/v1/completions", json=body, timeout=60) as response:
             next(response.iter_lines())
     deadline = time.monotonic() + 20
-    used = ""
+    used: list[str] = []
     while time.monotonic() < deadline:
         text = httpx.get(f"{running.url}/metrics").text
-        used = "".join(re.findall(r"^headrace:(?:num_requests_running|kv_cache_usage_perc)\S* (\S+)$", text, re.M))
-        if used in ("00.0", "00"):
+        used = re.findall(r"^headrace:(?:num_requests_running|kv_cache_usage_perc)\S* (\S+)$", text, re.M)
+        if [float(value) for value in used] == [0, 0]:
             return
     raise AssertionError(f"pages or sequences are still held: {used}")
 
@@ -246,9 +247,32 @@ def test_sigterm_finishes_what_runs(running: Process) -> None:
     assert rest[-1] == "data: [DONE]"
     assert json.loads(rest[-2].removeprefix("data: "))["choices"][0]["finish_reason"] == "length"
     assert running.wait() == 0
+    plain = [line for line in running.err if line.startswith("headrace: ")]
+    assert plain[-2:] == [
+        "headrace: finishing 1 request (up to 60 s); press Ctrl-C again to stop now\n",
+        "headrace: stopped\n",
+    ]
     with pytest.raises(httpx.TransportError):
         httpx.get(f"{running.url}/health")
     idle.close()
+
+
+def test_a_second_signal_stops_at_once(model: Path) -> None:
+    with started(model, "--drain-timeout", "600s") as server:
+        body = {"prompt": PROMPT, "max_tokens": 450, "ignore_eos": True, "stream": True, "n": 32}
+        with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=60) as response:
+            lines = response.iter_lines()
+            next(lines)
+            server.process.send_signal(signal.SIGINT)
+            while not any("finishing 1 request" in line for line in server.err):
+                next(lines)
+            server.process.send_signal(signal.SIGINT)
+            with contextlib.suppress(httpx.TransportError):
+                rest = [line for line in lines if line]
+                assert "shutting_down" in rest[-2]
+        assert server.wait() == 0
+        assert server.err[-1] == "headrace: stopped\n"
+        assert "Traceback" not in "".join(server.err)
 
 
 def test_a_drain_has_an_end(model: Path) -> None:
