@@ -1,5 +1,6 @@
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -30,6 +31,14 @@ def test_serve_has_a_flag_for_every_setting(tmp_path: Path) -> None:
         assert setting.env in help
 
 
+def test_help_cuts_no_name_at_80_columns(tmp_path: Path) -> None:
+    words = headrace("serve", "--help", home=tmp_path, COLUMNS="80", TERMINAL_WIDTH="80").stdout
+    assert max(map(len, words.splitlines())) <= 80
+    found = set(re.findall(r"[\w-]+", words))
+    for setting in settings_of(Config):
+        assert {setting.flag, setting.env} <= found
+
+
 def test_help_names_the_extra_to_install(tmp_path: Path) -> None:
     for command in ("throughput", "serve"):
         assert "headrace[plot]" in headrace("bench", command, "--help", home=tmp_path).stdout
@@ -37,7 +46,12 @@ def test_help_names_the_extra_to_install(tmp_path: Path) -> None:
 
 WRONG: list[tuple[list[str], dict[str, str], str]] = [
     (["serve", "--max-model-length", "4"], {}, "unknown flag --max-model-length (did you mean --max-model-len?)"),
-    (["srve"], {}, "serve"),
+    (["srve"], {}, "Did you mean 'serve'? See headrace --help"),
+    (["serve", "one", "two"], {}, "(two); see headrace serve --help"),
+    (["serve", "--port", "abc"], {}, "--port: 'abc' is not a whole number\n"),
+    (["serve", "--itl-target", "150"], {}, "150 has no unit; write 150ms or 150s"),
+    (["serve", "--enforce-eager"], {}, "unknown flag --enforce-eager; use --no-cuda-graphs"),
+    (["serve", "--max-num-seqs", "0", "/nowhere"], {}, "--max-num-seqs must be at least 1, got 0"),
     (["serve", "--port", "99999"], {}, "port 99999 is above 65535; choose another --port"),
     (["serve", "--page-size", "17"], {}, "--page-size: 17 is not one of 8, 16, 32, 64"),
     (["serve", "--kv-memory", "lots"], {}, "--kv-memory: 'lots' is not a size such as 2GiB"),

@@ -1,12 +1,14 @@
-from dataclasses import dataclass, field
+import re
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.core.config import Config, EngineConfig, option
+from headrace.core.config import Config, EngineConfig, SchedulerConfig, check, option
 from headrace.core.errors import ConfigError
+from headrace.core.foreign import WAYS_OUT
 from headrace.core.settings import (
     build,
     format_duration,
@@ -30,7 +32,8 @@ def test_sizes(text: str, count: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "seconds"), [("0.15", 0.15), ("150ms", 0.15), ("2m", 120), ("30s", 30), ("1h", 3600), ("50us", 5e-5)]
+    ("text", "seconds"),
+    [("0.15s", 0.15), ("0", 0), ("150ms", 0.15), ("2m", 120), ("30s", 30), ("1h", 3600), ("50us", 5e-5)],
 )
 def test_durations(text: str, seconds: float) -> None:
     assert parse_duration(text) == pytest.approx(seconds)
@@ -42,6 +45,38 @@ def test_what_is_no_quantity_is_refused(text: str) -> None:
         parse_size(text)
     with pytest.raises(ValueError, match="number"):
         parse_duration(text)
+
+
+def test_a_duration_without_a_unit_is_refused_wherever_it_stands(tmp_path: Path) -> None:
+    said = "150 has no unit; write 150ms or 150s"
+    with pytest.raises(ConfigError, match=said):
+        resolve(Config, {"itl_target": "150"}, environ={})
+    with pytest.raises(ConfigError, match=said):
+        resolve(Config, {}, environ={"HEADRACE_ITL_TARGET": "150"})
+    for text in ("150", "150.0", '"150"'):
+        file = tmp_path / "h.toml"
+        file.write_text(f"itl_target = {text}")
+        with pytest.raises(ConfigError, match=said):
+            resolve(Config, {}, file=file, environ={})
+
+
+@pytest.mark.parametrize("name", WAYS_OUT)
+def test_vllms_names_are_not_ours_and_are_told_what_to_do(name: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=re.escape(WAYS_OUT[name])):
+        read_environment(Config, {f"HEADRACE_{name.upper()}": "1"})
+    file = tmp_path / "h.toml"
+    file.write_text(f"{name} = 1")
+    with pytest.raises(ConfigError, match=re.escape(WAYS_OUT[name])):
+        read_file(Config, file)
+    flags = {flag for s in settings_of(Config) for flag in (s.flag, s.flag.replace("--", "--no-", 1))}
+    assert set(re.findall(r"--[a-z-]+", WAYS_OUT[name])) <= flags
+
+
+@pytest.mark.parametrize("name", ["max_num_seqs", "max_num_batched_tokens", "max_queue", "pipeline_depth"])
+def test_numbers_that_cannot_work_are_named_by_their_flag(name: str) -> None:
+    check(EngineConfig())
+    with pytest.raises(ConfigError, match=f"^--{name.replace('_', '-')} must be at least 1, got 0$"):
+        check(EngineConfig(scheduler=replace(SchedulerConfig(), **{name: 0})))
 
 
 @given(st.integers(0, 1 << 45), st.integers(0, 10**6))
@@ -152,8 +187,8 @@ def test_wrong_files_are_named_with_the_way_out(text: str, message: str, tmp_pat
 
 def test_numbers_of_a_file_need_no_quotes(tmp_path: Path) -> None:
     file = tmp_path / "h.toml"
-    file.write_text("itl_target = 1\ndrain_timeout = 2.5\nkv_memory = 4096\nlog_requests = true")
-    expected = {"itl_target": 1.0, "drain_timeout": 2.5, "kv_memory": 4096, "log_requests": True}
+    file.write_text("itl_target = 0\nkv_memory = 4096\nlog_requests = true")
+    expected = {"itl_target": 0.0, "kv_memory": 4096, "log_requests": True}
     assert read_file(Config, file) == expected
     with pytest.raises(ConfigError, match="cannot read"):
         read_file(Config, tmp_path / "missing.toml")

@@ -10,9 +10,11 @@ import typer
 
 from headrace.cli.bench import bench
 from headrace.cli.chat import chat
+from headrace.cli.help import Command
 from headrace.cli.models import models
 from headrace.cli.serve import serve
 from headrace.core.errors import ConfigError, HeadraceError
+from headrace.core.foreign import way_out
 from headrace.core.settings import nearest
 from headrace.version import __version__
 
@@ -21,7 +23,7 @@ app = typer.Typer(
     help="Serve large language models: online, offline batches and tiered KV storage in one.",
     add_completion=False,
     no_args_is_help=True,
-    rich_markup_mode="rich",
+    rich_markup_mode=None,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
@@ -43,8 +45,8 @@ def options(
     """Serve large language models: online, offline batches and tiered KV storage in one."""
 
 
-app.command()(serve)
-app.command()(chat)
+app.command(cls=Command)(serve)
+app.command(cls=Command)(chat)
 app.add_typer(models, name="models")
 app.add_typer(bench, name="bench")
 
@@ -56,7 +58,7 @@ def main(arguments: list[str] | None = None) -> None:
     debug = "--debug" in words[:options_end]
     words = [word for i, word in enumerate(words) if word != "--debug" or i > options_end]
     try:
-        code = app(words, standalone_mode=False)
+        code = app(words, prog_name="headrace", standalone_mode=False)
     except Exception as error:
         if debug:
             raise
@@ -97,6 +99,9 @@ def _usage(error: typer.TyperException) -> str:
     if context is None:
         return error.format_message()
     if hasattr(error, "possibilities") and flag:
+        if foreign := way_out(flag):
+            return f"unknown flag {flag}{foreign}"
         known = [name for param in context.command.params for name in (*param.opts, *param.secondary_opts)]
         return f"unknown flag {flag}{nearest(flag, known)}; see {context.command_path} --help"
-    return error.format_message()
+    message = error.format_message().rstrip(".")
+    return f"{message}{' See' if message.endswith('?') else '; see'} {context.command_path} --help"

@@ -9,19 +9,22 @@ import typer
 from headrace.bench.report import report
 from headrace.cli.bench_client import bench_serve
 from headrace.cli.bench_parity import bench_parity
+from headrace.cli.help import Command
 from headrace.cli.options import Json, with_settings
 from headrace.core.config import EngineConfig
 from headrace.core.errors import ConfigError
 
-bench = typer.Typer(help="Measure this device, this engine, or any server.", no_args_is_help=True)
-bench.command("serve")(bench_serve)
-bench.command("parity")(bench_parity)
+bench = typer.Typer(
+    help="Measure this device, this engine, or any server.", no_args_is_help=True, rich_markup_mode=None
+)
+bench.command("serve", cls=Command)(bench_serve)
+bench.command("parity", cls=Command)(bench_parity)
 
-Plot = Annotated[Path | None, typer.Option("--plot", metavar="FILE", help="draw the result (needs headrace\\[plot])")]
+Plot = Annotated[Path | None, typer.Option("--plot", metavar="FILE", help="draw the result (needs headrace[plot])")]
 Rounds = Annotated[int, typer.Option(min=1, help="repetitions; medians are reported")]
 
 
-@bench.command()
+@bench.command(cls=Command)
 def calibrate(
     device: Annotated[str, typer.Option(metavar="auto|cpu|cuda", help="what to measure")] = "auto",
     threads: Annotated[int, typer.Option(min=0, help="CPU threads; 0: all cores")] = 0,
@@ -58,7 +61,7 @@ def calibrate(
     report("Device profile", result, as_json=json)
 
 
-@bench.command()
+@bench.command(cls=Command)
 @with_settings(EngineConfig)
 def throughput(
     config: EngineConfig,
@@ -123,7 +126,7 @@ def throughput(
     report("Offline throughput", result.summary(), as_json=json)
 
 
-@bench.command()
+@bench.command(cls=Command)
 @with_settings(EngineConfig)
 def sampling(
     config: EngineConfig,
@@ -140,7 +143,7 @@ def sampling(
     report("Sampling", measure(LocalEngine(config), sequences, tokens, rounds).summary(), as_json=json)
 
 
-@bench.command()
+@bench.command(cls=Command)
 @with_settings(EngineConfig)
 def step(
     config: EngineConfig,
@@ -155,7 +158,7 @@ def step(
     report("Decode step", measure(config, clients, tokens, rounds).summary(), as_json=json)
 
 
-@bench.command()
+@bench.command(cls=Command)
 @with_settings(EngineConfig)
 def latency(
     config: EngineConfig,
@@ -173,7 +176,7 @@ def latency(
     report("Latency", measure(config, prompt_tokens, rounds, vocab_size), as_json=json)
 
 
-@bench.command()
+@bench.command(cls=Command)
 def attention(
     device: Annotated[str, typer.Option(metavar="cpu|cuda", help="whose kernels")] = "cpu",
     threads: Annotated[int, typer.Option(min=0, help="CPU threads; 0: all cores")] = 0,

@@ -27,9 +27,7 @@ def bench_serve(
         str | None, typer.Option(help="bounds that make a request good, e.g. ttft=2s,itl=200ms (also tpot, e2e)")
     ] = None,
     seed: Annotated[int, typer.Option(help="of the arrivals")] = 0,
-    plot: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="draw the latencies (needs headrace\\[plot])")
-    ] = None,
+    plot: Annotated[Path | None, typer.Option(metavar="FILE", help="draw the latencies (needs headrace[plot])")] = None,
     json: Json = False,
 ) -> None:
     """Send requests when they are due, as Gamma arrivals or as a trace says, and report what clients felt."""

@@ -8,7 +8,7 @@ import typer
 from headrace.bench.report import print_json, print_table
 from headrace.cli.options import Json
 
-models = typer.Typer(help="List, fetch and remove models.", no_args_is_help=True)
+models = typer.Typer(help="List, fetch and remove models.", no_args_is_help=True, rich_markup_mode=None)
 
 Name = Annotated[str, typer.Argument(help="'default', a local folder, a .gguf file, or a Hugging Face id")]
 

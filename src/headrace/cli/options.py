@@ -59,7 +59,7 @@ def _config_file() -> inspect.Parameter:
 
 def _parameter(setting: Setting) -> inspect.Parameter:
     default = "" if setting.default in (None, "") else f"default: {setting.show(setting.default)}, "
-    text = f"{setting.help} [dim]({default}env: {setting.env})[/dim]"
+    text = f"{setting.help} ({default}env: {setting.env})"
     panel = next((_PANELS[name] for name in reversed(setting.path) if name in _PANELS), None)
     if setting.kind is bool:
         names = f"{setting.flag}/{setting.flag.replace('--', '--no-', 1)}"

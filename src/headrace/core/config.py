@@ -3,6 +3,8 @@
 from dataclasses import dataclass, field
 from typing import Any
 
+from headrace.core.errors import ConfigError
+
 
 def option(default: Any, help: str, **extra: Any) -> Any:
     """A configuration field with its help text; `extra` may hold `choices`, `flag` or `bytes=True`."""
@@ -81,3 +83,23 @@ class Config:
 
     engine: EngineConfig = field(default_factory=EngineConfig)
     server: ServerConfig = field(default_factory=ServerConfig)
+
+
+def check(config: EngineConfig) -> None:
+    """What can be said about the numbers of an engine before anything is loaded.
+
+    Raises:
+        ConfigError: one is out of range.
+    """
+    limits = config.scheduler
+    for name in ("max_num_seqs", "max_num_batched_tokens", "max_queue", "pipeline_depth"):
+        _at_least(1, name, getattr(limits, name))
+    _at_least(0, "itl_target", limits.itl_target)
+    _at_least(0, "threads", config.model.threads)
+    _at_least(0, "kv_memory", config.cache.kv_memory)
+    _at_least(0, "max_model_len", config.model.max_model_len)
+
+
+def _at_least(least: int, name: str, value: float) -> None:
+    if value < least:
+        raise ConfigError(f"--{name.replace('_', '-')} must be at least {least}, got {value}")

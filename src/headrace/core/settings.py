@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from headrace.core.errors import ConfigError
+from headrace.core.foreign import way_out
 
 ENV_PREFIX = "HEADRACE_"
 # Read elsewhere (`core.paths`), before there is a configuration.
@@ -42,11 +43,17 @@ def parse_size(text: str) -> int:
 
 
 def parse_duration(text: str) -> float:
-    """Seconds of `0.15`, `150ms`, `2m`. Raises `ValueError`."""
+    """Seconds of `150ms`, `2m`, `0`: only nothing needs no unit. Raises `ValueError`."""
     number, unit = _quantity(text)
+    if not unit and number:
+        raise ValueError(_no_unit(number))
     if unit.lower() not in _TIME_UNITS:
         raise ValueError(f"unknown unit {unit!r}; a duration is a number with us, ms, s, m or h")
     return number * _TIME_UNITS[unit.lower()]
+
+
+def _no_unit(number: float) -> str:
+    return f"{number:g} has no unit; write {number:g}ms or {number:g}s"
 
 
 def _quantity(text: str) -> tuple[float, str]:
@@ -132,7 +139,8 @@ class Setting:
         try:
             value = self._convert(text)
         except ValueError as error:
-            raise ConfigError(f"{source}: {text!r} is not {self._expected()} ({error})") from None
+            why = "" if self.kind in (int, float) and not self.unit else f" ({error})"
+            raise ConfigError(f"{source}: {text!r} is not {self._expected()}{why}") from None
         return self._checked(value, source)
 
     def accept(self, value: Any, source: str) -> Any:
@@ -251,7 +259,8 @@ def read_environment(tree: type, environ: Mapping[str, str] | None = None) -> di
         if variable not in known:
             # Without the prefix that all share, which would make any two of them look alike.
             names = {known_name.removeprefix(ENV_PREFIX) for known_name in (*known, *ENV_OTHERS)}
-            hint = nearest(variable.removeprefix(ENV_PREFIX), names, ENV_PREFIX)
+            foreign = way_out(variable.removeprefix(ENV_PREFIX))
+            hint = foreign or nearest(variable.removeprefix(ENV_PREFIX), names, ENV_PREFIX)
             raise ConfigError(f"unknown environment variable {variable}{hint}")
         if text:
             values[known[variable].name] = known[variable].parse(text, variable)
@@ -291,10 +300,13 @@ def _read_table(
             continue
         if name not in leaves:
             known = [*leaves, *(branch[-1] for branch in branches)]
-            raise ConfigError(f"unknown key {where!r} in {path}{nearest(name, known)}")
+            raise ConfigError(f"unknown key {where!r} in {path}{way_out(name) or nearest(name, known)}")
         if name in into:
             raise ConfigError(f"key {name!r} stands twice in {path}; keep one")
-        into[name] = leaves[name].accept(value, f"key {where!r} in {path}")
+        source = f"key {where!r} in {path}"
+        into[name] = leaves[name].accept(value, source)
+        if leaves[name].unit == "seconds" and into[name] and not isinstance(value, str):
+            raise ConfigError(f"{source}: {_no_unit(into[name])}")
 
 
 def build(tree: type[T], values: Mapping[str, Any]) -> T:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import psutil
 import torch
 
-from headrace.core.config import EngineConfig
+from headrace.core.config import EngineConfig, check
 from headrace.core.errors import ConfigError
 from headrace.core.events import EngineInfo
 from headrace.engine.graphs import DecodePath, GraphRecorder
@@ -58,7 +58,7 @@ def build(config: EngineConfig, progress: Progress | None = None) -> EngineParts
     """
     begun = time.perf_counter()
     model, cache, limits = config.model, config.cache, config.scheduler
-    _check(config)
+    check(config)
     tell = progress or (lambda phase, done: None)
     device = model.device if model.device != "auto" else ("cuda" if torch.cuda.is_available() else "cpu")
     threads = model.threads or len(os.sched_getaffinity(0))
@@ -186,20 +186,6 @@ def cost_shape(shape: ModelShape, kv: KVShape) -> CostShape:
     )
 
 
-def _check(config: EngineConfig) -> None:
-    limits = config.scheduler
-    for name in ("max_num_seqs", "max_num_batched_tokens", "max_queue", "pipeline_depth"):
-        value = getattr(limits, name)
-        if value < 1:
-            raise ConfigError(f"{name} must be at least 1, got {value}")
-    if limits.itl_target < 0:
-        raise ConfigError(f"itl_target must not be negative, got {limits.itl_target}")
-    if config.model.threads < 0:
-        raise ConfigError(f"threads must not be negative, got {config.model.threads}")
-    if config.cache.kv_memory < 0:
-        raise ConfigError(f"kv_memory must not be negative, got {config.cache.kv_memory}")
-
-
 def _size(config: EngineConfig, kv: KVShape, shape: ModelShape, device: str) -> tuple[int, int]:
     """Pages of the pool, and the longest sequence it takes."""
     asked = config.cache.kv_memory
@@ -208,16 +194,16 @@ def _size(config: EngineConfig, kv: KVShape, shape: ModelShape, device: str) -> 
         device, free, config.scheduler.max_num_seqs * shape.max_position * kv.token_bytes
     )
     if asked > free:
-        raise ConfigError(f"kv_memory is {asked / 2**30:.2f} GiB, only {free / 2**30:.2f} GiB of memory are free")
+        raise ConfigError(f"--kv-memory is {asked / 2**30:.2f} GiB, only {free / 2**30:.2f} GiB of memory are free")
     pages = kv.pages_in(nbytes)
     fits = pages * kv.page_size
     if config.model.max_model_len > fits:
         raise ConfigError(
-            f"kv_memory of {nbytes / 2**20:.0f} MiB holds {fits} tokens, less than max_model_len "
-            f"{config.model.max_model_len}; raise --kv-memory or lower --max-model-len"
+            f"--kv-memory of {nbytes / 2**20:.0f} MiB holds {fits} tokens, less than --max-model-len "
+            f"{config.model.max_model_len}; raise the one or lower the other"
         )
     if fits < 2:
-        raise ConfigError(f"kv_memory of {nbytes} bytes holds no page of {kv.page_bytes} bytes; raise --kv-memory")
+        raise ConfigError(f"--kv-memory of {nbytes} bytes holds no page of {kv.page_bytes} bytes; raise it")
     return pages, min(shape.max_position, fits)
 
 
