@@ -136,6 +136,16 @@ def test_when_the_engine_is_killed_readers_are_told(config: EngineConfig) -> Non
     asyncio.run(scenario())
 
 
+@pytest.mark.parametrize("name", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_signals_to_the_whole_group_do_not_end_the_engine(config: EngineConfig, name: signal.Signals) -> None:
+    async def scenario() -> None:
+        async with running(config) as client:
+            os.kill(client.pid, name)
+            assert len(await collect(client, request("r", 6))) == 6
+
+    asyncio.run(scenario())
+
+
 def test_an_engine_that_cannot_start_says_why_in_one_line(config: EngineConfig, tmp_path: Path) -> None:
     async def scenario() -> None:
         wrong = EngineConfig(model=ModelConfig(model=str(tmp_path)))

@@ -149,7 +149,8 @@ def main() -> None:
     _die_with_parent()
     if os.getppid() != int(parent):
         sys.exit(0)
-    for name in (signal.SIGINT, signal.SIGTERM):  # they reach the whole group; the front drains, then says Stop
+    # They reach the whole group: the front drains, then says Stop; under nohup it lives on when its terminal closes.
+    for name in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(name, signal.SIG_IGN)
     sys.exit(serve(address, identity.encode()))
 
