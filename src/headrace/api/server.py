@@ -16,7 +16,7 @@ from headrace.api import logs
 from headrace.api.app import create_app, make_state
 from headrace.api.startup import StartProgress, start_engine
 from headrace.api.state import ServerState
-from headrace.core.config import Config, ServerConfig
+from headrace.core.config import Config, ServerConfig, check
 from headrace.core.errors import ConfigError, EngineDead
 
 log = logging.getLogger("headrace.api")
@@ -36,11 +36,13 @@ def serve(config: Config) -> None:
         EngineDead: the engine ended while serving.
     """
     logs.configure(config.server.log_level)
+    check(config.engine)
     template = config.server.chat_template
     if template is not None and not Path(template).is_file():
         raise ConfigError(f"--chat-template names {template}, which is not a file")
     with bind(config.server) as listener, asyncio.Runner(loop_factory=_loop_factory()) as runner:
         runner.run(_serve(config, listener))
+    _say("stopped")
 
 
 def bind(config: ServerConfig) -> socket.socket:
@@ -87,7 +89,7 @@ async def _serve(config: Config, listener: socket.socket) -> None:
     progress.ready()
     try:
         state = make_state(generator, config.server)
-        server = _Server(_uvicorn_config(state), lambda: _announce(state, listener))
+        server = _Server(state, lambda: _announce(state, listener))
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, server.interrupt)
         if interrupt.is_set():
@@ -113,12 +115,13 @@ class _Server(uvicorn.Server):
     """uvicorn's server with our signals: they are not raised again after a clean end.
 
     Args:
-        config: uvicorn's.
+        state: of the app; tells what is in flight.
         announce: called once it listens.
     """
 
-    def __init__(self, config: uvicorn.Config, announce: Callable[[], None]) -> None:
-        super().__init__(config)
+    def __init__(self, state: ServerState, announce: Callable[[], None]) -> None:
+        super().__init__(_uvicorn_config(state))
+        self._state = state
         self._announce = announce
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
@@ -132,9 +135,13 @@ class _Server(uvicorn.Server):
         yield
 
     def interrupt(self) -> None:
-        """The first signal drains, the second ends at once."""
+        """The first signal drains, the second ends at once; the terminal is told which."""
         if self.should_exit:
             self.force_exit = True
+            self._state.end_all("the server is shutting down")
+        elif count := len(self._state.active):
+            limit = self._state.config.drain_timeout
+            _say(f"finishing {count} request{'s' * (count > 1)} (up to {limit:g} s); press Ctrl-C again to stop now")
         self.should_exit = True
 
 
@@ -189,6 +196,12 @@ def _announce(state: ServerState, listener: socket.socket) -> None:
     sys.stdout.flush()
     if state.config.host not in LOOPBACK and state.config.api_key is None:
         log.warning("anyone who reaches this address may use the server: set --api-key")
+
+
+def _say(text: str) -> None:
+    """One plain line for whoever watches the terminal."""
+    sys.stderr.write(f"headrace: {text}\n")
+    sys.stderr.flush()
 
 
 def _loop_factory() -> "type[asyncio.AbstractEventLoop] | None":
