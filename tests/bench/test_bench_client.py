@@ -52,7 +52,7 @@ def test_a_summary_of_nothing_has_no_latencies() -> None:
         ("ttft=499ms", False),
         ("itl=300ms", True),
         ("itl=250ms", False),
-        ("tpot=0.2", True),
+        ("tpot=200ms", True),
         ("tpot=190ms", False),
         ("ttft=1s,e2e=0.9s", False),
     ],
