@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from headrace.bench.local_engine import LocalEngine
 from headrace.bench.progress import progress
 from headrace.bench.tiny_models import VOCABULARY, save
 from headrace.bench.workload import items
@@ -97,7 +98,7 @@ def measure_gemm(
                 for linear, x in zip(layer, inputs):
                     linear(x)
 
-        points.append((count, count * flops_per_row / _best(run, device, repeats=3 if count >= 256 else 7)))
+        points.append((count, count * flops_per_row / _best(run, device, repeats=_repeats(count))))
         if advance is not None:
             advance(1)
     return monotone_gemm(points)
@@ -130,21 +131,33 @@ def measure_overhead(device: str, dtype: str, threads: int) -> tuple[float, floa
 
     Two tiny models of 2 and 12 layers decode one sequence through the whole engine; the difference is the layers'.
     """
-    from headrace.bench.local_engine import LocalEngine
-
-    few, many, steps = 2, 12, 48
+    few, many, steps = 2, 12, 150
     times = {}
     with tempfile.TemporaryDirectory() as scratch:
         for layers in (few, many):
             folder = save("llama", Path(scratch) / str(layers), num_hidden_layers=layers)
             model = ModelConfig(model=str(folder), dtype=dtype, device=device, threads=threads)
-            engine = LocalEngine(EngineConfig(model=model))
-            batch = items([([5 % VOCABULARY, 7, 9], steps)])
-            engine.run(batch)
-            runs = [engine.run(batch) for _ in range(3)]
-            times[layers] = min(run.step_seconds / run.steps for run in runs)
+            times[layers] = _least_step(LocalEngine(EngineConfig(model=model)), steps)
     layer = max(0.0, (times[many] - times[few]) / (many - few))
     return max(0.0, times[few] - few * layer), layer
+
+
+def _least_step(engine: LocalEngine, steps: int) -> float:
+    """Seconds of the fastest of many decode steps of one sequence."""
+    (item,) = items([([5 % VOCABULARY, 7, 9], steps)])
+    engine.run([item])
+    times = []
+    engine.engine.add(item.request("-timed"))
+    while not engine.engine.idle:
+        start = time.perf_counter()
+        engine.engine.step()
+        times.append(time.perf_counter() - start)
+    return min(times)
+
+
+def _repeats(rows: int) -> int:
+    """Small products are quick and the ones that noise distorts most."""
+    return 15 if rows <= 32 else 7 if rows <= 128 else 4
 
 
 def _linear(out: int, inner: int, device: str, kind: torch.dtype) -> Callable[[Tensor], Tensor]:
