@@ -17,6 +17,7 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as FastTokenizer
 
 from headrace.api.app import create_app, make_state
+from headrace.api.http_protocol import BoundedHttpProtocol
 from headrace.api.state import ServerState
 from headrace.core.config import ServerConfig
 from headrace.core.sampling import SamplingParams
@@ -110,7 +111,9 @@ def serve_parrot(config: ServerConfig | None = None, **options: Any) -> Iterator
 
     async def run() -> None:
         engine, state = parrot_state(config, **options)
-        settings = uvicorn.Config(create_app(state), log_config=None, lifespan="off", http="httptools", ws="none")
+        settings = uvicorn.Config(
+            create_app(state), log_config=None, lifespan="off", http=BoundedHttpProtocol, ws="none"
+        )
         server = uvicorn.Server(settings)
         ready.set_result((engine, state, asyncio.get_running_loop(), server))
         await server.serve(sockets=[listener])

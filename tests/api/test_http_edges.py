@@ -1,5 +1,6 @@
 """Keys, limits, unknown routes and malformed bodies over raw HTTP."""
 
+import contextlib
 import json
 import socket
 from typing import Any
@@ -8,7 +9,7 @@ import httpx
 import pytest
 from served import Served, serve_parrot
 
-from headrace.api import limits
+from headrace.api import http_protocol, limits
 from headrace.core.config import ServerConfig
 
 CHAT = {"model": "parrot", "messages": [{"role": "user", "content": "[[ok]]"}]}
@@ -247,3 +248,30 @@ def test_dead_engine() -> None:
         assert error_of(http.post("/v1/completions", json=LONG), 503)["code"] == "engine_dead"
         error_of(http.post("/v1/completions", json={**LONG, "stream": True}), 503)
         assert "headrace:engine_up" in http.get("/metrics").text
+
+
+def test_headers_without_end_are_cut_off(server: Served) -> None:
+    host, port = server.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=20) as raw:
+        raw.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\nX-A: ")
+        sent, answer = 0, b""
+        try:
+            while sent < 64 << 20:
+                raw.sendall(b"a" * 65536)
+                sent += 65536
+        except OSError:
+            pass  # the server closed: what it said is still to be read, unless the reset swallowed it
+        with contextlib.suppress(OSError):
+            answer = raw.recv(1000)
+    assert sent < 32 << 20
+    assert not answer or b" 431 " in answer.split(b"\r\n")[0]
+    with server.http() as http:
+        assert http.get("/health", headers={"x-a": "a" * 20_000}).status_code == 200
+
+
+def test_headers_that_never_end_time_out(server: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_protocol, "HEAD_SECONDS", 0.2)
+    host, port = server.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=20) as raw:
+        raw.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n")
+        assert raw.recv(1000).startswith(b"HTTP/1.1 408 ")

@@ -14,6 +14,7 @@ import uvicorn
 
 from headrace.api import logs
 from headrace.api.app import create_app, make_state
+from headrace.api.http_protocol import BoundedHttpProtocol
 from headrace.api.startup import StartProgress, start_engine
 from headrace.api.state import ServerState
 from headrace.core.config import Config, ServerConfig, check
@@ -170,7 +171,7 @@ async def _watch(state: ServerState, server: _Server) -> None:
 def _uvicorn_config(state: ServerState) -> uvicorn.Config:
     return uvicorn.Config(
         create_app(state),
-        http="httptools",
+        http=BoundedHttpProtocol,
         ws="none",
         lifespan="off",
         log_config=None,
