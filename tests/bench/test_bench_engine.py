@@ -76,7 +76,7 @@ def test_throughput_beside_peers(config: EngineConfig, tiny: Path, tmp_path: Pat
     assert result.roofline_s == roofline_seconds(
         work_of([item.prompt for item in work], [5] * 5, engine.shape), engine.shape, known
     )
-    assert summary["roofline_share"] == pytest.approx(result.roofline_s / summary["wall_s"], abs=1e-4)
+    assert summary["roofline_share"] == pytest.approx(result.roofline_s / summary["wall_s"], rel=0.05, abs=1e-3)
     assert summary["other_total_tokens_per_s"] == 50
     assert summary["speedup_over_other"] == pytest.approx(summary["total_tokens_per_s"] / 50, rel=0.01)
     assert summary["transformers_total_tokens_per_s"] > 0
