@@ -101,20 +101,26 @@ def test_requests_stream_abort_and_fail_one_by_one(config: EngineConfig) -> None
     asyncio.run(scenario())
 
 
-def test_online_work_interrupts_an_offline_step_in_the_worker(config: EngineConfig) -> None:
-    # Long steps: 3,000 tokens at once, so that a request surely arrives in the middle of one.
-    long_steps = replace(config, scheduler=replace(config.scheduler, max_num_batched_tokens=3000))
+def test_online_work_interrupts_an_offline_step_in_the_worker(config: EngineConfig, tmp_path: Path) -> None:
+    # Steps of some tenths of a second over twelve layers, so that a request surely arrives in the middle of one.
+    model = save("llama", tmp_path, num_hidden_layers=12, hidden_size=512, intermediate_size=2048)
+    slow = replace(
+        config,
+        model=replace(config.model, model=str(model)),
+        cache=CacheConfig(kv_memory=256 << 20),
+        scheduler=replace(config.scheduler, max_num_batched_tokens=1000),
+    )
 
     async def scenario() -> None:
-        async with running(long_steps) as client:
-            for i in range(20):
-                offline = asyncio.create_task(collect(client, request(f"off{i}", 2, [3 + i] * 3000, "offline")))
-                await collect(client, request(f"on{i}", 2))  # both are queued: they share steps
-                await collect(client, request(f"then{i}", 2))
-                assert len(await offline) == 2
-                if (await client.stats()).abandoned_total:
-                    return
-            raise AssertionError("no offline step was abandoned")
+        async with running(slow) as client:
+            work = [request(f"off{i}", 2, [3 + i] * 3900, "offline") for i in range(3)]
+            offline = [asyncio.create_task(collect(client, item)) for item in work]
+            asked = 0
+            while not all(task.done() for task in offline):
+                await collect(client, request(f"on{asked}", 1))
+                asked += 1
+            assert [len(task.result()) for task in offline] == [2, 2, 2]
+            assert (await client.stats()).abandoned_total > 0
 
     asyncio.run(scenario())
 

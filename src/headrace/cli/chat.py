@@ -1,6 +1,7 @@
 """`headrace chat`: a conversation in the terminal."""
 
 import json
+import signal
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -81,6 +82,8 @@ class Conversation:
         if interactive:
             import readline  # noqa: F401 - line editing and history for input()
 
+            # Started in the background of a shell without job control, Python would leave Ctrl-C ignored.
+            signal.signal(signal.SIGINT, signal.default_int_handler)
             print(HELP, file=sys.stderr)
         while True:
             try:
