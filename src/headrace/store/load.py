@@ -1,0 +1,114 @@
+"""What a reader is asked for and what it gives back: the contract between the store and whoever loads KV."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from headrace.core.errors import HeadraceError
+from headrace.store.part import PartId, PartRange, Unit
+
+#: Called in a reading thread for every verified record: chunk number within the load, part, model layer, and the
+#: record (K then V, `[heads, tokens, head_dim]` each, padding left out). The memory is only valid during the call.
+#: It must be quick to give up the interpreter lock and may not raise.
+Deliver = Callable[[int, PartId, int, memoryview], None]
+
+
+class LoadFailed(HeadraceError):
+    """Some chunk of a load could be had from no tier; a miss, not an error for the user.
+
+    Attributes:
+        good_chunks: chunks from the first that did arrive whole.
+    """
+
+    def __init__(self, good_chunks: int, why: str) -> None:
+        super().__init__(why)
+        self.good_chunks = good_chunks
+
+
+@dataclass(frozen=True, slots=True)
+class FoundPart:
+    """A part and the tiers that hold it (their numbers, in the order of configuration)."""
+
+    range: PartRange
+    tiers: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class FoundChunk:
+    """A chunk that is a hit: its parts cover what was wanted.
+
+    Attributes:
+        key: the chunk's key.
+        n_tokens: tokens in it.
+        parts: the parts to read, none overlapping another.
+    """
+
+    key: bytes
+    n_tokens: int
+    parts: tuple[FoundPart, ...]
+
+
+class Load(Protocol):
+    """Chunks of one request on their way. Made by `KVStore.load`; one owner, who must end it by `cancel` or `wait_all`."""
+
+    @property
+    def done(self) -> bool:
+        """Everything has arrived, or it has failed; no delivery comes any more."""
+        ...
+
+    @property
+    def failed(self) -> bool:
+        """Some chunk cannot be had."""
+        ...
+
+    @property
+    def good_chunks(self) -> int:
+        """Chunks from the first that have arrived whole."""
+        ...
+
+    def ready(self, layer: int) -> bool:
+        """True once all records of this model layer were delivered."""
+        ...
+
+    def wait(self, layer: int) -> None:
+        """Return once `ready(layer)`.
+
+        Raises:
+            LoadFailed: it never will be.
+        """
+        ...
+
+    def wait_all(self) -> None:
+        """Return once every layer is ready.
+
+        Raises:
+            LoadFailed: one never will be.
+        """
+        ...
+
+    def cancel(self) -> None:
+        """Take units nobody reads yet back, and return when the last delivery is over. Idempotent."""
+        ...
+
+    def bytes_by_tier(self) -> tuple[int, ...]:
+        """Bytes delivered so far, by tier number (the winners' only)."""
+        ...
+
+
+def units_of(part: PartId, record_bytes: int, first_offset: int, unit_bytes: int, layers: Sequence[int]) -> list[Unit]:
+    """Cut a run of adjacent layers of a part into units of about `unit_bytes` (at least one layer each).
+
+    Args:
+        part: which part.
+        record_bytes: bytes of a layer's record.
+        first_offset: where the record of the part's first layer begins.
+        unit_bytes: the size aimed at.
+        layers: adjacent model layers, ascending, all in the part.
+    """
+    per_unit = max(1, unit_bytes // record_bytes)
+    base = part.range.first_layer
+    units = []
+    for first in range(layers[0], layers[-1] + 1, per_unit):
+        last = min(first + per_unit, layers[-1] + 1)
+        units.append(Unit(part, first, last, first_offset + (first - base) * record_bytes, record_bytes))
+    return units
