@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.core.config import Config, EngineConfig, SchedulerConfig, check, option
+from headrace.core.config import Config, EngineConfig, SchedulerConfig, StoreConfig, check, option
 from headrace.core.errors import ConfigError
 from headrace.core.foreign import WAYS_OUT
 from headrace.core.settings import (
@@ -212,3 +212,34 @@ def test_a_tree_that_cannot_become_flags_is_refused() -> None:
         settings_of(Twice)
     with pytest.raises(TypeError, match="flags can be"):
         settings_of(Listed)
+
+
+TIERS = ("memory:4GiB", "dir:/mnt/nvme:100GiB:cluster")
+
+
+def test_a_setting_that_repeats_comes_from_flags_a_variable_or_a_list(tmp_path: Path) -> None:
+    assert resolve(Config, {"tier": list(TIERS)}, environ={}).engine.store.tier == TIERS
+    assert resolve(Config, {"tier": ["dir:/a b,c:1GiB"]}, environ={}).engine.store.tier == ("dir:/a b,c:1GiB",)
+    for text in (",".join(TIERS), " ".join(TIERS), " , ".join(TIERS) + ","):
+        assert resolve(Config, {"tier": []}, environ={"HEADRACE_TIER": text}).engine.store.tier == TIERS
+    file = tmp_path / "h.toml"
+    file.write_text(f"tier = {list(TIERS)}\n[engine.store]\nstore_ttl = '2d'\nstore = false")
+    store = resolve(Config, {}, file=file, environ={}).engine.store
+    assert (store.tier, store.store_ttl, store.store) == (TIERS, 2 * 86400, False)
+    file.write_text("tier = 'memory:1GiB,dir:/x:1GiB'")
+    assert resolve(Config, {}, file=file, environ={}).engine.store.tier == ("memory:1GiB", "dir:/x:1GiB")
+    for wrong in ("3", "[3]", "['']"):
+        file.write_text(f"tier = {wrong}")
+        with pytest.raises(ConfigError, match="is not a list of texts"):
+            resolve(Config, {}, file=file, environ={})
+
+
+def test_a_setting_that_repeats_becomes_flags_again() -> None:
+    config = build(Config, {"tier": TIERS, "store": False})
+    assert to_flags(config) == ["--no-store", "--tier", TIERS[0], "--tier", TIERS[1]]
+
+
+@pytest.mark.parametrize("chunk", [0, 8, 100])
+def test_a_chunk_is_whole_pages(chunk: int) -> None:
+    with pytest.raises(ConfigError, match=rf"--chunk-tokens must be a multiple of --page-size \(16\), got {chunk}"):
+        check(EngineConfig(store=StoreConfig(chunk_tokens=chunk)))

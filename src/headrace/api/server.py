@@ -189,6 +189,8 @@ def _announce(state: ServerState, listener: socket.socket) -> None:
     info = state.info
     key = " -H 'Authorization: Bearer KEY'" if state.config.api_key is not None else ""
     url = f"http://{host}:{port}"
+    if info.store:
+        _say(f"KV store: {info.store} (--no-store turns it off)")
     sys.stdout.write(
         f"Headrace serves {state.model} ({info.dtype} on {info.device}, context {info.max_model_len}) at {url}\n"
         f"Try: curl {url}/v1/chat/completions -H 'Content-Type: application/json'{key} "

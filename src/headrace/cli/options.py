@@ -11,7 +11,9 @@ from headrace.core.config import Config
 from headrace.core.errors import ConfigError
 from headrace.core.settings import Setting, resolve, settings_of
 
-_PANELS = {"model": "Model", "cache": "KV cache", "scheduler": "Scheduler", "server": "Server"}
+_PANELS = {
+    "model": "Model", "cache": "KV cache", "scheduler": "Scheduler", "store": "KV store", "server": "Server",
+}  # fmt: skip
 
 Json = Annotated[bool, typer.Option("--json", help="print one JSON object as the last line")]
 
@@ -58,14 +60,16 @@ def _config_file() -> inspect.Parameter:
 
 
 def _parameter(setting: Setting) -> inspect.Parameter:
-    default = "" if setting.default in (None, "") else f"default: {setting.show(setting.default)}, "
+    default = "" if setting.default in (None, "", ()) else f"default: {setting.show(setting.default)}, "
     text = f"{setting.help} ({default}env: {setting.env})"
-    panel = next((_PANELS[name] for name in reversed(setting.path) if name in _PANELS), None)
+    panel = next((_PANELS[name] for name in reversed(setting.path[:-1]) if name in _PANELS), None)
     if setting.kind is bool:
         names = f"{setting.flag}/{setting.flag.replace('--', '--no-', 1)}"
         option = typer.Option(names, help=text, rich_help_panel=panel, show_default=False)
         return _keyword(setting.name, Annotated[bool | None, option])
     option = typer.Option(setting.flag, metavar=_metavar(setting), help=text, rich_help_panel=panel)
+    if setting.repeatable:
+        return _keyword(setting.name, Annotated[list[str] | None, option])
     return _keyword(setting.name, Annotated[str | None, option])
 
 
@@ -74,7 +78,7 @@ def _metavar(setting: Setting) -> str:
         return "|".join(str(choice) for choice in setting.choices)
     if setting.unit:
         return {"bytes": "SIZE", "seconds": "DURATION"}[setting.unit]
-    return {int: "INT", float: "FLOAT", str: "TEXT"}[setting.kind]
+    return "TIER" if setting.repeatable else {int: "INT", float: "FLOAT", str: "TEXT"}[setting.kind]
 
 
 def _keyword(name: str, annotation: Any) -> inspect.Parameter:

@@ -7,7 +7,7 @@ from headrace.core.errors import ConfigError
 
 
 def option(default: Any, help: str, **extra: Any) -> Any:
-    """A configuration field with its help text; `extra` may hold `choices`, `flag` or `bytes=True`."""
+    """A configuration field with its help text; `extra` may hold `choices`, `flag`, `bytes=True` or `seconds=True`."""
     return field(default=default, metadata={"help": help, **extra})
 
 
@@ -48,12 +48,38 @@ class SchedulerConfig:
 
 
 @dataclass(frozen=True)
+class StoreConfig:
+    """The KV store: prefixes that outlive the pool and the process."""
+
+    store: bool = option(True, "keep the KV of prefixes in storage tiers and load it from there")
+    tier: tuple[str, ...] = option(
+        (),
+        "a storage tier, may be given several times: memory:4GiB, dir:/path:100GiB, dir:/path:100GiB:cluster; "
+        "none: a small one in memory and one in HEADRACE_HOME/store",
+    )
+    chunk_tokens: int = option(256, "tokens of a stored chunk, a multiple of --page-size")
+    store_ttl: float = option(7 * 86400.0, "forget what was not used for this long; 0: never", seconds=True)
+    write_queue: int = option(256 << 20, "bytes that may wait to be written to tiers; more is not saved", bytes=True)
+    replication: str = option(
+        "auto",
+        "tiers a new chunk is saved to; auto: none, one or all, as the reuse seen repays it",
+        choices=("auto", "all", "one", "none"),
+    )
+    read_policy: str = option(
+        "completion",
+        "how tiers share reads: each takes more as it finishes, a fixed split, or one request and tier at a time",
+        choices=("completion", "static", "sequential"),
+    )
+
+
+@dataclass(frozen=True)
 class EngineConfig:
     """Everything one engine needs."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
     cache: CacheConfig = field(default_factory=CacheConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    store: StoreConfig = field(default_factory=StoreConfig)
 
 
 @dataclass(frozen=True)
@@ -98,6 +124,11 @@ def check(config: EngineConfig) -> None:
     _at_least(0, "threads", config.model.threads)
     _at_least(0, "kv_memory", config.cache.kv_memory)
     _at_least(0, "max_model_len", config.model.max_model_len)
+    _at_least(0, "store_ttl", config.store.store_ttl)
+    _at_least(1, "write_queue", config.store.write_queue)
+    chunk, page = config.store.chunk_tokens, config.cache.page_size
+    if chunk < page or chunk % page:
+        raise ConfigError(f"--chunk-tokens must be a multiple of --page-size ({page}), got {chunk}")
 
 
 def _at_least(least: int, name: str, value: float) -> None:

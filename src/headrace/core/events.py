@@ -99,6 +99,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
         weight_bytes: bytes of the weights.
         load_seconds: time it took to become ready.
         pid: the engine's process id.
+        store: the KV store in words, e.g. `memory 1.0 GiB, dir:/x 20.0 GiB`; empty without one.
     """
 
     model: str
@@ -115,3 +116,4 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     weight_bytes: int
     load_seconds: float
     pid: int
+    store: str = ""

@@ -29,7 +29,7 @@ T = TypeVar("T")
 
 _SIZE_UNITS = {"": 1, "b": 1, "k": 1000, "kb": 1000, "m": 1000**2, "mb": 1000**2, "g": 1000**3, "gb": 1000**3}
 _SIZE_UNITS |= {"t": 1000**4, "tb": 1000**4, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "tib": 1 << 40}
-_TIME_UNITS = {"": 1.0, "us": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}
+_TIME_UNITS = {"": 1.0, "us": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
 _QUANTITY = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([A-Za-z]*)\s*")
 _TRUE, _FALSE = frozenset({"1", "true", "yes", "on"}), frozenset({"0", "false", "no", "off"})
 
@@ -48,7 +48,7 @@ def parse_duration(text: str) -> float:
     if not unit and number:
         raise ValueError(_no_unit(number))
     if unit.lower() not in _TIME_UNITS:
-        raise ValueError(f"unknown unit {unit!r}; a duration is a number with us, ms, s, m or h")
+        raise ValueError(f"unknown unit {unit!r}; a duration is a number with us, ms, s, m, h or d")
     return number * _TIME_UNITS[unit.lower()]
 
 
@@ -95,6 +95,8 @@ class Setting:
         choices: the values allowed; empty: any.
         unit: `bytes` or `seconds` where values may carry a unit.
         flag: the command line's name of it.
+        repeatable: the value is a tuple; the flag may be given several times, a variable separates its members by
+            commas or white space, a file has a list.
     """
 
     path: tuple[str, ...]
@@ -105,6 +107,7 @@ class Setting:
     choices: tuple[Any, ...]
     unit: str
     flag: str
+    repeatable: bool = False
 
     @property
     def name(self) -> str:
@@ -120,6 +123,8 @@ class Setting:
         """A value as text that `parse` reads back."""
         if value is None:
             return ""
+        if self.repeatable:
+            return ",".join(value)
         if self.kind is bool:
             return "true" if value else "false"
         if self.unit == "bytes":
@@ -136,6 +141,8 @@ class Setting:
         Raises:
             ConfigError: the text is not a value of this setting.
         """
+        if self.repeatable:
+            return tuple(re.split(r"[,\s]+", text.strip(", \t\n"))) if text.strip(", \t\n") else ()
         try:
             value = self._convert(text)
         except ValueError as error:
@@ -149,11 +156,15 @@ class Setting:
         Raises:
             ConfigError: the value is of another type or not allowed.
         """
+        if self.repeatable and isinstance(value, list | tuple):
+            if not all(isinstance(member, str) and member for member in value):
+                raise ConfigError(f"{source}: {value!r} is not a list of texts")
+            return tuple(value)
         if isinstance(value, str) and (self.kind is str or self.unit):
             return self.parse(value, source)
         if self.kind is float and isinstance(value, int) and not isinstance(value, bool):
             value = float(value)
-        if not isinstance(value, self.kind) or (isinstance(value, bool) and self.kind is not bool):
+        if self.repeatable or not isinstance(value, self.kind) or (isinstance(value, bool) and self.kind is not bool):
             raise ConfigError(f"{source}: {value!r} is not {self._expected()}")
         return self._checked(value, source)
 
@@ -186,6 +197,8 @@ class Setting:
     def _expected(self) -> str:
         if self.unit:
             return {"bytes": "a size such as 2GiB", "seconds": "a duration such as 150ms"}[self.unit]
+        if self.repeatable:
+            return "a list of texts"
         return {int: "a whole number", float: "a number", bool: "true or false", str: "text"}[self.kind]
 
 
@@ -212,9 +225,13 @@ def _walk(tree: type, prefix: tuple[str, ...]) -> Iterator[Setting]:
             yield from _walk(typing.cast(type, hint), path)
             continue
         union = typing.get_origin(hint) in (types.UnionType, typing.Union)
+        repeatable = hint == tuple[str, ...]
         kinds = [kind for kind in typing.get_args(hint) if kind is not types.NoneType] if union else [hint]
+        kinds = [str] if repeatable else kinds
         if len(kinds) != 1 or kinds[0] not in (str, int, float, bool):
-            raise TypeError(f"field {'.'.join(path)} has type {hint}; flags can be str, int, float or bool")
+            raise TypeError(
+                f"field {'.'.join(path)} has type {hint}; flags can be str, int, float, bool or tuple[str, ...]"
+            )
         unit = next((unit for unit in ("bytes", "seconds") if item.metadata.get(unit)), "")
         yield Setting(
             path=path,
@@ -225,6 +242,7 @@ def _walk(tree: type, prefix: tuple[str, ...]) -> Iterator[Setting]:
             choices=tuple(item.metadata.get("choices", ())),
             unit=unit,
             flag=item.metadata.get("flag", "--" + item.name.replace("_", "-")),
+            repeatable=repeatable,
         )
 
 
@@ -239,6 +257,8 @@ def to_flags(config: Any) -> list[str]:
             continue
         if setting.kind is bool:
             arguments.append(setting.flag if value else setting.flag.replace("--", "--no-", 1))
+        elif setting.repeatable:
+            arguments += [word for member in value for word in (setting.flag, member)]
         else:
             arguments += [setting.flag, setting.show(value)]
     return arguments
@@ -324,7 +344,7 @@ def build(tree: type[T], values: Mapping[str, Any]) -> T:
 
 def resolve(
     tree: type[T],
-    flags: Mapping[str, str | bool | None],
+    flags: Mapping[str, str | bool | list[str] | None],
     *,
     root: type | None = None,
     file: Path | None = None,
@@ -334,7 +354,7 @@ def resolve(
 
     Args:
         tree: what to build.
-        flags: text (or a bool) of each flag given, by field name; None: not given.
+        flags: text of each flag given (or a bool, or the texts of one that repeats), by field name; None: not given.
         root: the whole tree of which `tree` is a part, so that variables and file keys of the other parts are checked
             and passed over rather than refused; default: `tree`.
         file: a TOML file.
@@ -348,8 +368,9 @@ def resolve(
     values = read_file(whole, file) if file else {}
     values |= read_environment(whole, environ)
     for name, text in flags.items():
-        if text is None:
+        if text is None or text == []:
             continue
         setting = by_name[name]
-        values[name] = text if isinstance(text, bool) else setting.parse(text, setting.flag)
+        typed = isinstance(text, bool | list)
+        values[name] = setting.accept(text, setting.flag) if typed else setting.parse(str(text), setting.flag)
     return build(tree, values)

@@ -20,12 +20,16 @@ class SaveSpec:
         n_tokens: tokens in it.
         chunk: number of the chunk in its prefix, from 0: what a policy by prefix position goes by.
         weight: seconds it takes to compute it again.
+        salt_tag: `keys.salt_tag` of the request's salt; lies in the header so that all of a salt can be purged.
+        parent: key of the chunk before it in its prefix, where known: a chunk behind one that was not saved is of no use.
     """
 
     part: PartId
     n_tokens: int
     chunk: int
     weight: float
+    salt_tag: bytes = bytes(8)
+    parent: bytes | None = None
 
 
 class Save(Protocol):
