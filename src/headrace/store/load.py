@@ -27,10 +27,19 @@ class LoadFailed(HeadraceError):
 
 @dataclass(frozen=True, slots=True)
 class FoundPart:
-    """A part and the tiers that hold it (their numbers, in the order of configuration)."""
+    """A part and the tiers that hold it (their numbers, in the order of configuration).
+
+    Attributes:
+        range: of the whole part: what its records hold.
+        tiers: who has it.
+        read: what of it is to be read; the areas of a chunk's parts do not overlap. Only the layers limit what is read
+            and delivered: where the heads are fewer than the part's, whoever is delivered to leaves the others out
+            (or takes them: what two parts say about the same heads of a chunk is equally right). None: all of it.
+    """
 
     range: PartRange
     tiers: tuple[int, ...]
+    read: PartRange | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +49,7 @@ class FoundChunk:
     Attributes:
         key: the chunk's key.
         n_tokens: tokens in it.
-        parts: the parts to read, none overlapping another.
+        parts: the parts to read, none of their areas overlapping another.
     """
 
     key: bytes
