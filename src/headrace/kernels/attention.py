@@ -132,6 +132,39 @@ class AttentionBackend(Protocol):
         """Copies page `src[i]` to page `dst[i]` for every i; the two sets do not overlap."""
         ...
 
+    def load_record(
+        self,
+        k_planes: Planes,
+        v_planes: Planes,
+        pages: npt.NDArray[np.int64],
+        first_token: int,
+        n_tokens: int,
+        record: memoryview,
+    ) -> None:
+        """Copies tokens `first_token..n_tokens-1` of a stored record into pages, bit for bit.
+
+        May be called from any thread, several at once, beside the step loop; it holds no interpreter lock while it
+        copies, and uses no other thread.
+
+        Args:
+            k_planes: K of the layer, of the heads that the record has.
+            v_planes: V of the layer, of the same heads.
+            pages: page `i` takes the record's tokens `i * page_size ..`; there is one for each token of the record.
+            first_token: of the record; those before it are in their pages already.
+            n_tokens: tokens of the record.
+            record: K then V, each `[heads, n_tokens, head_dim]` of the stored type.
+
+        Raises:
+            ValueError: the record or the list of pages is too short.
+        """
+        ...
+
+    def save_record(
+        self, k_planes: Planes, v_planes: Planes, pages: npt.NDArray[np.int64], n_tokens: int, record: memoryview
+    ) -> None:
+        """The inverse of `load_record` for all tokens of a record; may be called as that."""
+        ...
+
 
 def backend_for(device: str, *, threads: int = 0, name: str = "auto") -> AttentionBackend:
     """The attention backend of a device.
@@ -162,6 +195,18 @@ def backend_for(device: str, *, threads: int = 0, name: str = "auto") -> Attenti
 
         return cuda_backend(device, require_flashinfer=name == "flashinfer")
     raise ConfigError(f"attention kernel '{name}' does not run on '{device}'; use 'auto'")
+
+
+def check_record(
+    k_planes: Planes, pages: npt.NDArray[np.int64], page_size: int, dim: int, first: int, n_tokens: int, nbytes: int
+) -> None:
+    """Raises ValueError when a record of so many bytes or its pages do not hold `n_tokens` tokens."""
+    wanted = 2 * int(k_planes.shape[0]) * n_tokens * dim * k_planes.itemsize
+    if nbytes < wanted or len(pages) * page_size < n_tokens or not 0 <= first <= n_tokens:
+        raise ValueError(
+            f"{n_tokens} tokens from token {first} need a record of {wanted} bytes and their pages, "
+            f"got {nbytes} bytes and {len(pages)} pages of {page_size}"
+        )
 
 
 def check_plan(

@@ -17,8 +17,8 @@ from llvmlite import binding  # type: ignore[import-untyped]
 from numba import types
 
 from headrace.core.errors import ConfigError
-from headrace.kernels import openmp, paged, paged_write
-from headrace.kernels.attention import Planes, check_plan
+from headrace.kernels import openmp, paged, paged_write, records
+from headrace.kernels.attention import Planes, check_plan, check_record
 from headrace.kernels.compiled import c_function
 from headrace.kernels.workplan import NumbaStep, cut
 
@@ -134,6 +134,7 @@ class NumbaAttention:
         """Compiles the kernels of a page size and stored type, or loads them from the cache."""
         self._attend_for(page_size, _ELEMENTS[kv_dtype])
         _write(_ELEMENTS[kv_dtype])
+        records.kernels()
 
     def _attend_for(self, page_size: int, element: Any) -> tuple[Any, np.dtype[Any]]:
         lanes, strips = _lanes()
@@ -289,6 +290,44 @@ class NumbaAttention:
         for planes in (_tensor(k_planes), _tensor(v_planes)):
             for old, new in zip(src.tolist(), dst.tolist()):
                 planes[:, new] = planes[:, old]
+
+    def load_record(
+        self,
+        k_planes: Planes,
+        v_planes: Planes,
+        pages: npt.NDArray[np.int64],
+        first_token: int,
+        n_tokens: int,
+        record: memoryview,
+    ) -> None:
+        """See `AttentionBackend.load_record`."""
+        records.run(True, _record_call(k_planes, v_planes, pages, first_token, n_tokens, record))
+
+    def save_record(
+        self, k_planes: Planes, v_planes: Planes, pages: npt.NDArray[np.int64], n_tokens: int, record: memoryview
+    ) -> None:
+        """See `AttentionBackend.save_record`."""
+        records.run(False, _record_call(k_planes, v_planes, pages, 0, n_tokens, record))
+
+
+def _record_call(
+    k_planes: Planes,
+    v_planes: Planes,
+    pages: npt.NDArray[np.int64],
+    first: int,
+    n_tokens: int,
+    record: memoryview,
+) -> list[int]:
+    """The argument of a record kernel: the values of `records.FIELDS`."""
+    heads, _pages, dim, page_size = k_planes.shape
+    check_record(k_planes, pages, page_size, dim, first, n_tokens, record.nbytes)
+    k_head, k_page, itemsize = _strides(k_planes)
+    v_head, v_page, _ = _strides(v_planes)
+    where = _address(np.frombuffer(record, np.uint8))
+    return [
+        where, _address(k_planes), _address(v_planes), _address(pages), k_head, k_page, v_head, v_page,
+        heads, n_tokens, first, n_tokens, dim, page_size, v_planes.shape[3], itemsize,
+    ]  # fmt: skip
 
 
 def _tensor(planes: Planes) -> torch.Tensor:

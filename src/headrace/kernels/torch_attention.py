@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 from torch.nn import functional
 
-from headrace.kernels.attention import Planes, check_plan
+from headrace.kernels.attention import Planes, check_plan, check_record
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,6 +144,48 @@ class TorchAttention:
         """See `AttentionBackend.copy_pages`."""
         for planes in (_tensor(k_planes), _tensor(v_planes)):
             planes[:, torch.from_numpy(dst).to(self.device)] = planes[:, torch.from_numpy(src).to(self.device)]
+
+    def load_record(
+        self,
+        k_planes: Planes,
+        v_planes: Planes,
+        pages: npt.NDArray[np.int64],
+        first_token: int,
+        n_tokens: int,
+        record: memoryview,
+    ) -> None:
+        """See `AttentionBackend.load_record`. On a device it waits for the copy; not run on a GPU yet."""
+        for planes, new in zip((_tensor(k_planes), _tensor(v_planes)), self._halves(k_planes, pages, n_tokens, record)):
+            slots = self._slots(planes, pages, first_token, n_tokens)
+            planes.view(planes.shape[0], -1, planes.shape[3])[:, slots] = new[:, first_token:].to(planes.device)
+        if self.device != "cpu":
+            torch.cuda.current_stream().synchronize()  # the record is the caller's again
+
+    def save_record(
+        self, k_planes: Planes, v_planes: Planes, pages: npt.NDArray[np.int64], n_tokens: int, record: memoryview
+    ) -> None:
+        """See `AttentionBackend.save_record`. On a device it waits for what is under way; not run on a GPU yet."""
+        if self.device != "cpu":
+            torch.cuda.synchronize()  # the step loop's stream writes what is saved
+        for planes, out in zip((_tensor(k_planes), _tensor(v_planes)), self._halves(k_planes, pages, n_tokens, record)):
+            slots = self._slots(planes, pages, 0, n_tokens)
+            out.copy_(planes.view(planes.shape[0], -1, planes.shape[3])[:, slots])
+
+    def _slots(self, planes: torch.Tensor, pages: npt.NDArray[np.int64], first: int, last: int) -> torch.Tensor:
+        at, size = np.arange(first, last), planes.shape[2]
+        return torch.from_numpy(pages[at // size] * size + at % size).to(self.device)
+
+    @staticmethod
+    def _halves(
+        k_planes: Planes, pages: npt.NDArray[np.int64], n_tokens: int, record: memoryview
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """K and V of a record as tensors on its memory, `[heads, tokens, dim]`."""
+        planes = _tensor(k_planes)
+        heads, _pages, page_size, dim = planes.shape
+        check_record(planes, pages, page_size, dim, 0, n_tokens, record.nbytes)
+        raw = torch.from_numpy(np.frombuffer(record, np.uint8)[: 2 * heads * n_tokens * dim * planes.itemsize])
+        whole = raw.view(planes.dtype).view(2, heads, n_tokens, dim)
+        return whole[0], whole[1]
 
 
 def _tensor(planes: Planes | Any) -> torch.Tensor:
