@@ -21,7 +21,7 @@ class SaveSpec:
         chunk: number of the chunk in its prefix, from 0: what a policy by prefix position goes by.
         weight: seconds it takes to compute it again.
         salt_tag: `keys.salt_tag` of the request's salt; lies in the header so that all of a salt can be purged.
-        parent: key of the chunk before it in its prefix, where known: a chunk behind one that was not saved is of no use.
+        parent: key of the chunk before it in its prefix, where known: behind one that was not saved it is of no use.
     """
 
     part: PartId
