@@ -177,8 +177,8 @@ class BufferPool:
                 raise RuntimeError("buffer released twice")
             memory = buffer._memory
             self._in_use -= 1
-            view.release()
             try:
+                view.release()
                 memory.resize(len(memory))  # changes nothing; refused while anything still looks at the memory
             except BufferError:
                 # A slice or array is alive against the rules. The memory must not change under it, so it is not used

@@ -1,0 +1,132 @@
+"""A tier that keeps each part in a file: what `dir` and `memory` share."""
+
+import contextlib
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from headrace.store.part import PartId
+from headrace.store.tiers.folder import TierFolder
+from headrace.store.tiers.os_errors import tier_error
+from headrace.store.tiers.temporary import remove_abandoned
+from headrace.store.tiers.tier import PartMissing, Scanned, Scope, TierError
+from headrace.store.tiers.writer import FilePartWriter
+
+_READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NOATIME
+#: How exactly a file's time says when it was last read; it costs a write to the file system each time.
+_USED_SECONDS = 60.0
+
+
+class FileTier:
+    """A `Tier` of files: one per part, 0600, in a private folder of two levels.
+
+    A part is opened for each read, never kept open: what is deleted gives its room back at once, in whatever process.
+
+    Args:
+        name: the tier's name.
+        folder: where parts lie.
+        capacity: bytes it may hold; whoever holds the catalog sees to it.
+        scope: who sees it.
+        depth: reads in flight that keep it busy.
+        direct: read and write past the page cache.
+        forget: where that cannot be, take what was read or written out of the page cache again.
+    """
+
+    def __init__(
+        self, name: str, folder: TierFolder, capacity: int, scope: Scope, depth: int, *, direct: bool, forget: bool
+    ) -> None:
+        self.name = name
+        self.capacity = capacity
+        self.scope: Scope = scope
+        self.depth = depth
+        self.direct = direct
+        self._files = folder
+        self._forget = forget and not direct
+        self._flags = _READ | (os.O_DIRECT if direct else 0)
+
+    @property
+    def folder(self) -> Path:
+        """The tier's private folder; a catalog may keep its lock and socket in it."""
+        return self._files.path
+
+    def read(self, part: PartId, offset: int, into: memoryview) -> None:
+        """See `Tier.read`. A read from the start of a part marks it as used."""
+        fd = self._open(part)
+        try:
+            read_fully(fd, offset, into)
+            if self._forget:
+                os.posix_fadvise(fd, offset, len(into), os.POSIX_FADV_DONTNEED)
+            if offset == 0:
+                _mark_used(fd)
+        except EOFError as error:
+            raise TierError(f"tier {self.name}: {part.name} is cut short: {error}") from error
+        except OSError as error:
+            raise tier_error(self.name, f"reading {part.name}", error) from error
+        finally:
+            os.close(fd)
+
+    def create(self, part: PartId, nbytes: int) -> FilePartWriter:
+        """See `Tier.create`."""
+        return FilePartWriter(self.name, self._files, part, nbytes, direct=self.direct, forget=self._forget)
+
+    def delete(self, part: PartId) -> None:
+        """See `Tier.delete`."""
+        try:
+            os.unlink(self._files.file(part))
+        except FileNotFoundError as error:
+            if not self._files.present:
+                raise tier_error(self.name, f"deleting {part.name}", error) from error
+        except OSError as error:
+            raise tier_error(self.name, f"deleting {part.name}", error) from error
+
+    def scan(self) -> Iterator[Scanned]:
+        """See `Tier.scan`."""
+        try:
+            self._files.ensure()
+            remove_abandoned(self._files)
+            for part, found in self._files.parts():
+                yield Scanned(part, found.st_size, found.st_mtime)
+        except OSError as error:
+            raise tier_error(self.name, "listing it", error) from error
+
+    def close(self) -> None:
+        """See `Tier.close`. Nothing is kept open."""
+
+    def _open(self, part: PartId) -> int:
+        path = self._files.file(part)
+        try:
+            try:
+                return os.open(path, self._flags)
+            except PermissionError:
+                # O_NOATIME is for owners only.
+                return os.open(path, self._flags & ~os.O_NOATIME)
+        except FileNotFoundError as error:
+            if self._files.present:
+                raise PartMissing(f"tier {self.name}: there is no {part.name}") from error
+            raise tier_error(self.name, f"opening {part.name}", error) from error
+        except OSError as error:
+            raise tier_error(self.name, f"opening {part.name}", error) from error
+
+
+def read_fully(fd: int, offset: int, into: memoryview) -> None:
+    """Fill memory from an offset of a file.
+
+    Raises:
+        EOFError: the file ends before.
+        OSError: it cannot be read.
+    """
+    done = 0
+    while done < len(into):
+        count = os.preadv(fd, [into[done:]], offset + done)
+        if count == 0 or (count < len(into) - done and count % 4096):
+            # A direct read that stops off a border has met the end; from there it could not go on anyway.
+            raise EOFError(f"{done + count} bytes at {offset}, wanted {len(into)}")
+        done += count
+
+
+def _mark_used(fd: int) -> None:
+    # Where the file system is read-only, a part just looks older than it is.
+    if time.time() - os.fstat(fd).st_mtime > _USED_SECONDS:
+        with contextlib.suppress(OSError):
+            os.utime(fd)
