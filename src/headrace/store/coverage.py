@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from functools import lru_cache
+from itertools import pairwise
 
 from headrace.store.load import FoundChunk, FoundPart
 from headrace.store.part import PartRange
@@ -42,7 +43,7 @@ def cover(held: tuple[tuple[PartRange, ...], ...], wanted: PartRange) -> tuple[F
     edges |= {edge for part in tiers for edge in part[:2] if wanted.first_layer < edge < wanted.last_layer}
     cuts = sorted(edges)
     pieces: list[tuple[int, int, list[tuple[PartRange, int, int]]]] = []
-    for first, last in zip(cuts, cuts[1:]):
+    for first, last in pairwise(cuts):
         spanning = [part for part in tiers if part.first_layer <= first and last <= part.last_layer]
         chosen = _cover_heads(spanning, tiers, wanted.first_head, wanted.last_head)
         if chosen is None:

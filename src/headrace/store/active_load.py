@@ -1,0 +1,185 @@
+"""A load under way: what has arrived of it, and those who wait for it."""
+
+import threading
+from collections.abc import Callable
+
+from headrace.store.fetch import Layers
+from headrace.store.load import Deliver, LoadFailed
+from headrace.store.part import PartRange
+from headrace.store.read_pool import ReadUnit, State
+
+
+class ActiveLoad:
+    """See `load.Load`.
+
+    Args:
+        number: unique among the loads of a reader.
+        n_chunks: chunks to load.
+        wanted: layers and heads wanted.
+        n_tiers: tiers it may come from.
+        deliver: who gets the records.
+        changed: on the reader's lock.
+        hasten: tells the reader that somebody waits; called with the lock held.
+        take_back: tells the reader to cancel units; called with the lock held.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        n_chunks: int,
+        wanted: PartRange,
+        n_tiers: int,
+        deliver: Deliver,
+        changed: threading.Condition,
+        hasten: Callable[["ActiveLoad"], None],
+        take_back: Callable[[list[ReadUnit[Layers]]], None],
+    ) -> None:
+        self.number = number
+        self.deliver = deliver
+        self.units: list[ReadUnit[Layers]] = []
+        self._changed = changed
+        self._hasten = hasten
+        self._take_back = take_back
+        self._layer_left = [0] * wanted.last_layer
+        self._chunk_left = [0] * n_chunks
+        self._units_left = 0
+        self._good = 0
+        self._lost: int | None = None
+        self._failed = False
+        self._why = ""
+        self._cause: Exception | None = None
+        self._waiting = 0
+        self._hastened = False
+        self._bytes = [0] * n_tiers
+
+    # What the owner sees.
+
+    @property
+    def done(self) -> bool:
+        """Everything has arrived, or it has failed; no delivery comes any more."""
+        return not self._units_left
+
+    @property
+    def failed(self) -> bool:
+        """Some chunk cannot be had. The chunks before it still arrive, until `done`."""
+        return self._failed
+
+    @property
+    def good_chunks(self) -> int:
+        """Chunks from the first that have arrived whole."""
+        return self._good
+
+    def ready(self, layer: int) -> bool:
+        """True once all records of this model layer were delivered; also when none is wanted."""
+        return layer >= len(self._layer_left) or not self._layer_left[layer]
+
+    def wait(self, layer: int) -> None:
+        """Return once `ready(layer)`.
+
+        Raises:
+            LoadFailed: it never will be; the chunks before the one that failed have arrived by then.
+        """
+        if not self.ready(layer):
+            self._wait(lambda: self.ready(layer))
+
+    def wait_all(self) -> None:
+        """Return once every layer is ready.
+
+        Raises:
+            LoadFailed: one never will be.
+        """
+        if self._units_left or self._lost is not None:
+            self._wait(lambda: self._lost is None and not self._units_left)
+
+    def cancel(self) -> None:
+        """Take units nobody reads yet back, and return when the last delivery is over. Idempotent.
+
+        Not to be called in `deliver`.
+        """
+        with self._changed:
+            if self._units_left:
+                self.lose(0, "the load was cancelled", failed=False)
+            self._waiting += 1
+            while self._units_left:
+                self._changed.wait()
+            self._waiting -= 1
+
+    def bytes_by_tier(self) -> tuple[int, ...]:
+        """Bytes delivered so far, by tier number (the winners' only)."""
+        return tuple(self._bytes)
+
+    def _wait(self, fulfilled: Callable[[], bool]) -> None:
+        with self._changed:
+            if not self._hastened and self._units_left:
+                self._hastened = True
+                self._hasten(self)
+            self._waiting += 1
+            while not fulfilled() and self._units_left:
+                self._changed.wait()
+            self._waiting -= 1
+            if not fulfilled():
+                raise LoadFailed(self._good, self._why) from self._cause
+
+    # What the reader tells, with the lock held.
+
+    def expect(self, layers: dict[tuple[int, int], int], chunks: list[int]) -> None:
+        """Set what is to arrive, before the first unit is taken.
+
+        Args:
+            layers: how many parts deliver layers [first, last).
+            chunks: layers of parts that each chunk consists of.
+        """
+        for (first, last), parts in layers.items():
+            for layer in range(first, last):
+                self._layer_left[layer] += parts
+        self._chunk_left = chunks
+        self._units_left = len(self.units)
+        self._advance()
+
+    def delivered(self, unit: ReadUnit[Layers], tier: int) -> None:
+        """A unit's records were delivered."""
+        source, first, last = unit.what
+        complete = False
+        for layer in range(first, last):
+            self._layer_left[layer] -= 1
+            complete |= not self._layer_left[layer]
+        self._chunk_left[source.chunk] -= last - first
+        self._bytes[tier] += unit.nbytes
+        self._units_left -= 1
+        if not self._units_left:
+            self.units = []
+        self._advance()
+        if self._waiting and (complete or not self._units_left):
+            self._changed.notify_all()
+
+    def undelivered(self, unit: ReadUnit[Layers], error: Exception) -> None:
+        """A unit was read but could not be delivered: a fault of whoever asked."""
+        self._units_left -= 1
+        self._cause = self._cause or error
+        self.lose(unit.what[0].chunk, f"records could not be delivered: {error}")
+
+    def lost(self, unit: ReadUnit[Layers], why: str) -> None:
+        """A unit can be had from no tier."""
+        self._units_left -= 1
+        self.lose(unit.what[0].chunk, why)
+
+    def lose(self, chunk: int, why: str, failed: bool = True) -> None:
+        """Give up this chunk and all after it."""
+        self._failed |= failed
+        if self._lost is None or chunk < self._lost:
+            self._lost, self._why = chunk, why
+            open_units = [
+                unit
+                for unit in self.units
+                if unit.what[0].chunk >= chunk and unit.state in (State.PENDING, State.READING)
+            ]
+            self._units_left -= len(open_units)
+            self._take_back(open_units)
+            if not self._units_left:
+                self.units = []
+        if self._waiting:
+            self._changed.notify_all()
+
+    def _advance(self) -> None:
+        while self._good < len(self._chunk_left) and not self._chunk_left[self._good]:
+            self._good += 1
