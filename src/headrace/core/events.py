@@ -35,6 +35,7 @@ class Delta(msgspec.Struct, frozen=True, array_like=True):
         prompt_logprobs: in the first delta where asked for; the first prompt token has none.
         cached_tokens: in the first delta, prompt tokens that were not computed because their KV was at hand.
         error: what went wrong, with finish `error`.
+        cached_by_source: in the first delta, `cached_tokens` by where they came from: `pool`, or a tier's name.
     """
 
     request: str
@@ -45,6 +46,7 @@ class Delta(msgspec.Struct, frozen=True, array_like=True):
     prompt_logprobs: list[TokenLogprob | None] | None = None
     cached_tokens: int = 0
     error: str | None = None
+    cached_by_source: dict[str, int] | None = None
 
 
 class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
@@ -56,7 +58,10 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
         pages_total: KV pages of the pool.
         pages_used: pages held by running requests (cached pages nobody holds are free).
         prompt_tokens_total: prompt tokens of admitted requests.
-        hit_tokens_total: prompt tokens served from the prefix index, counted once, at admission.
+        hit_tokens_total: prompt tokens whose KV was in the pool or came from the store, counted once, at the first
+            admission (the store's when they have arrived).
+        hit_tokens_by_source: the same by source: `pool`, or a tier's name. With those computed they add up to
+            `prompt_tokens_total` once nothing is loading.
         computed_tokens_total: tokens that went through the model.
         output_tokens_total: tokens generated.
         preemptions_total: running requests sent back to the queue.
@@ -64,6 +69,11 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
         steps_total: forward passes completed.
         step_seconds_total: time spent in them.
         requests_total: requests finished, by reason.
+        loads_total: stored prefixes asked for.
+        loads_failed_total: those of which some part was missing or wrong; the rest was computed.
+        load_wait_seconds_total: time that forward passes stood still for stored KV.
+        store: the store's counters by name, at most about a second old; empty without a store.
+        store_tiers: counters of each tier by tier and name.
     """
 
     waiting: int = 0
@@ -72,6 +82,7 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     pages_used: int = 0
     prompt_tokens_total: int = 0
     hit_tokens_total: int = 0
+    hit_tokens_by_source: dict[str, int] = {}
     computed_tokens_total: int = 0
     output_tokens_total: int = 0
     preemptions_total: int = 0
@@ -79,6 +90,11 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     steps_total: int = 0
     step_seconds_total: float = 0.0
     requests_total: dict[str, int] = {}
+    loads_total: int = 0
+    loads_failed_total: int = 0
+    load_wait_seconds_total: float = 0.0
+    store: dict[str, float] = {}
+    store_tiers: dict[str, dict[str, float]] = {}
 
 
 class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -99,7 +115,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
         weight_bytes: bytes of the weights.
         load_seconds: time it took to become ready.
         pid: the engine's process id.
-        store: the KV store in words, e.g. `memory 1.0 GiB, dir:/x 20.0 GiB`; empty without one.
+        store: the KV store in words, e.g. `memory 1GiB, dir:/x 20GiB`; empty without one.
     """
 
     model: str

@@ -16,7 +16,7 @@ begins at once), r- what it surely is.
 Of a chunk of B bytes that takes `weight` seconds to compute again, with tier t reading R_t and writing W_t bytes per
 second (both measured) and holding C_t bytes, and a mean distance D between an offer and its reuse, in bytes offered:
 
-    keeps_t   = min(1, C_t / D)
+    keeps_t   = min(1, C_t / D)              D begins at the largest C_t, at most 4 GiB
     gain of the first tier   = r+ keeps_t (weight - B / R_t)  -  beta B / W_t
     gain of another one u    = r- keeps_u (B / R - B / (R + R_u))  +  r- (1 - keeps) keeps_u (weight - B / R_u)
                                -  beta B / W_u            R, keeps: of the tiers chosen so far, together
@@ -140,7 +140,7 @@ class ReplicationPolicy:
     hits: list[int] = field(default_factory=list)
     ghosts: list[int] = field(default_factory=list)
     ghost_hits: int = 0
-    distance: float = DISTANCE_PRIOR
+    distance: float = 0.0
 
     def __post_init__(self) -> None:
         self.hits, self.ghosts = [0] * self.n_tiers, [0] * self.n_tiers
@@ -161,6 +161,7 @@ class ReplicationPolicy:
         Returns:
             Chunks found whose reuse repays to have them in more tiers.
         """
+        self._assume(tiers)
         copies = []
         for i, key in enumerate(keys):
             seen = self._fresh(key, now)
@@ -194,6 +195,7 @@ class ReplicationPolicy:
             tiers: as they are.
             now: seconds.
         """
+        self._assume(tiers)
         key = spec.part.key
         seen = self._fresh(key, now)
         if seen is not None and seen.range != spec.part.range and not seen.wanted:  # another part of the same chunk
@@ -290,6 +292,11 @@ class ReplicationPolicy:
 
     def _keeps(self, tier: TierView) -> float:
         return min(1.0, tier.capacity / max(1.0, self.distance))
+
+    def _assume(self, tiers: Sequence[TierView]) -> None:
+        """Before any reuse was seen: that the largest tier keeps what is saved until it is asked for."""
+        if not self.distance:
+            self.distance = min(DISTANCE_PRIOR, max(tier.capacity for tier in tiers))
 
     def _fresh(self, key: bytes, now: float) -> _Seen | None:
         seen = self._seen.get(key)

@@ -16,10 +16,12 @@ class TierStats(msgspec.Struct, kw_only=True):
         reads: units read by this process.
         read_bytes: bytes of them.
         read_errors: reads that failed, misses included.
+        read_rate: bytes per second while it is read, as measured lately.
         writes: parts written by this process.
         written_bytes: bytes of them.
         write_seconds: time spent writing them.
         write_errors: parts that could not be written.
+        skipped: parts not written because it was degraded when their turn came.
         refused: parts the catalog took no reservation for: there already, being written elsewhere, or no room.
         degraded: true while it is not written to because it is full or fails.
         hits: chunks looked up that it held.
@@ -35,10 +37,12 @@ class TierStats(msgspec.Struct, kw_only=True):
     reads: int = 0
     read_bytes: int = 0
     read_errors: int = 0
+    read_rate: float = 0.0
     writes: int = 0
     written_bytes: int = 0
     write_seconds: float = 0.0
     write_errors: int = 0
+    skipped: int = 0
     refused: int = 0
     degraded: bool = False
     hits: int = 0

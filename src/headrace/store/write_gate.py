@@ -4,6 +4,9 @@ import threading
 import time
 from collections.abc import Callable
 
+#: Seconds after which a write that waits for reads looks whether it is forced.
+LOOK_AGAIN = 0.1
+
 
 class WriteGate:
     """Asked between slices of a few MiB, so that a write gives way within milliseconds.
@@ -12,12 +15,12 @@ class WriteGate:
     pass for `idle_seconds` is idle.
 
     Args:
-        reading: whether reads are pending; whoever ends the last one calls `reads_ended`.
+        wait_quiet: returns once no read is pending, or after so many seconds; True when none is.
         idle_seconds: see above.
     """
 
-    def __init__(self, reading: Callable[[], bool], idle_seconds: float) -> None:
-        self._reading = reading
+    def __init__(self, wait_quiet: Callable[[float], bool], idle_seconds: float) -> None:
+        self._wait_quiet = wait_quiet
         self._idle_seconds = idle_seconds
         self._changed = threading.Condition()
         self._running = False
@@ -33,11 +36,6 @@ class WriteGate:
             if running:
                 self._changed.notify_all()
 
-    def reads_ended(self) -> None:
-        """No read is pending any more."""
-        with self._changed:
-            self._changed.notify_all()
-
     def force(self, on: bool) -> None:
         """Let writes through whatever the engine and the reads do, until taken back as often."""
         with self._changed:
@@ -46,13 +44,14 @@ class WriteGate:
 
     def wait(self) -> None:
         """Return once writes may flow."""
-        with self._changed:
-            while not self._forced:
-                wait = None
-                if not self._reading():
-                    if self._running:
-                        return
-                    wait = self._ended + self._idle_seconds - time.monotonic()
-                    if wait <= 0:
-                        return
-                self._changed.wait(wait)
+        while True:
+            with self._changed:
+                while not self._forced and not self._running:
+                    idle_in = self._ended + self._idle_seconds - time.monotonic()
+                    if idle_in <= 0:
+                        break
+                    self._changed.wait(idle_in)
+                if self._forced:
+                    return
+            if self._wait_quiet(LOOK_AGAIN):
+                return

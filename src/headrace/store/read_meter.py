@@ -1,0 +1,69 @@
+"""How fast a tier is read: what replication has to know."""
+
+import threading
+import time
+from collections.abc import Iterator
+
+from headrace.store.part import PartId
+from headrace.store.tiers.tier import PartWriter, Scanned, Scope, Tier
+
+#: Assumed before anything was read, bytes per second.
+PRIOR_RATE = 1e9
+#: Seconds of reading after which what came before counts half.
+MEMORY_SECONDS = 5.0
+
+
+class MeteredTier:
+    """A tier, and the bytes per second it is read with while it is read at all, by however many at once."""
+
+    def __init__(self, tier: Tier) -> None:
+        self.name, self.capacity, self.depth = tier.name, tier.capacity, tier.depth
+        self.scope: Scope = tier.scope
+        self._tier = tier
+        self._lock = threading.Lock()
+        self._inflight = 0
+        self._since = 0.0
+        self._busy = 0.0
+        self._bytes = 0.0
+
+    @property
+    def rate(self) -> float:
+        """Bytes per second."""
+        with self._lock:
+            return self._bytes / self._busy if self._bytes and self._busy else PRIOR_RATE
+
+    def read(self, part: PartId, offset: int, into: memoryview) -> None:
+        """See `Tier.read`."""
+        with self._lock:
+            self._inflight += 1
+            if self._inflight == 1:
+                self._since = time.perf_counter()
+        done = 0
+        try:
+            self._tier.read(part, offset, into)
+            done = len(into)
+        finally:
+            with self._lock:
+                now = time.perf_counter()
+                self._busy += now - self._since
+                self._since = now
+                self._bytes += done
+                self._inflight -= 1
+                if self._busy > MEMORY_SECONDS:
+                    self._busy, self._bytes = self._busy / 2, self._bytes / 2
+
+    def create(self, part: PartId, nbytes: int) -> PartWriter:
+        """See `Tier.create`."""
+        return self._tier.create(part, nbytes)
+
+    def delete(self, part: PartId) -> None:
+        """See `Tier.delete`."""
+        self._tier.delete(part)
+
+    def scan(self) -> Iterator[Scanned]:
+        """See `Tier.scan`."""
+        return self._tier.scan()
+
+    def close(self) -> None:
+        """See `Tier.close`."""
+        self._tier.close()
