@@ -107,7 +107,10 @@ class HandoverReader:
                 if not lock(control):
                     raise TierError(f"tier {tier}: the hand-over of {part.name} has a reader already")
                 self._data = _open(folder.temporary(name + SUFFIX), undo)
-                self._words = memoryview(mmap.mmap(control, _CONTROL_BYTES)).cast("Q")
+                # The map keeps a descriptor of its own, and with it the lock.
+                mapping = undo.enter_context(mmap.mmap(control, _CONTROL_BYTES))
+                self._words = memoryview(mapping).cast("Q")
+                undo.callback(self._words.release)
             except FileNotFoundError as error:
                 raise PartMissing(f"tier {tier}: no hand-over of {part.name} is open under this token") from error
             except OSError as error:
@@ -189,7 +192,10 @@ def _word(total: int) -> int:
 
 
 def _make_control(path: str) -> memoryview:
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    # A dead writer's page may still be mapped by its reader, so it is not cut but left to it.
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(path)
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
         os.posix_fallocate(fd, 0, _CONTROL_BYTES)
         return memoryview(mmap.mmap(fd, _CONTROL_BYTES)).cast("Q")

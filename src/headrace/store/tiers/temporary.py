@@ -70,7 +70,9 @@ def remove_abandoned(folder: TierFolder) -> int:
     Raises:
         OSError: they cannot be listed or removed.
     """
-    return sum(_remove_if_abandoned(folder, name) for name in folder.temporaries())
+    names = folder.temporaries()
+    names.sort(key=lambda name: name.endswith(CONTROL_SUFFIX))  # last: they go with their files
+    return sum(_remove_if_abandoned(folder, name) for name in names)
 
 
 def _remove_if_abandoned(folder: TierFolder, name: str) -> bool:
