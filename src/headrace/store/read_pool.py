@@ -343,10 +343,11 @@ class ReadPool(Generic[What]):
                 continue
             if now - attempt.started <= STALL_FACTOR * attempt.expected + STALL_SECONDS:
                 return None
-            if not self._can_hedge(attempt.unit, tier):
+            unit = attempt.unit
+            if not self._can_hedge(unit, tier) or attempt.remaining(now) <= self.speeds[tier].expected(unit.nbytes):
                 return None
             self._watched.popleft()
-            return attempt.unit
+            return unit
         return None
 
     def _slowest(self, tier: int, now: float) -> ReadUnit[What] | None:
