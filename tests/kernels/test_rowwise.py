@@ -18,29 +18,6 @@ def test_rms_norm(rows: int, width: int, scale: float) -> None:
     torch.testing.assert_close(out.double(), wanted, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize(
-    ("kernel", "act"),
-    [
-        (rowwise.silu_gate, torch.nn.functional.silu),
-        (rowwise.gelu_tanh_gate, lambda x: torch.nn.functional.gelu(x, approximate="tanh")),
-    ],
-)
-def test_gates(kernel, act) -> None:
-    values = torch.cat([torch.linspace(-120, 120, 2001), torch.tensor([0.0, -0.0, 1e-30, -1e-6, 1e4, -1e4])])
-    gate_up = torch.stack([values, torch.linspace(-3, 3, len(values))]).reshape(1, 1, -1).contiguous()
-    out = torch.empty(1, 1, len(values))
-    kernel(gate_up, out, 1)
-    gate, up = gate_up.double().chunk(2, -1)
-    torch.testing.assert_close(out.double(), act(gate) * up, rtol=1e-5, atol=1e-6)
-
-
-def test_gates_keep_nan() -> None:
-    gate_up, out = torch.tensor([[[float("nan"), 1.0, 1.0, 1.0]]]), torch.empty(1, 1, 2)
-    rowwise.silu_gate(gate_up, out, 1)
-    assert bool(torch.isnan(out[0, 0, 0]))
-    assert not bool(torch.isnan(out[0, 0, 1]))
-
-
 @settings(max_examples=20, deadline=None)
 @given(
     rows=st.integers(1, 5),
@@ -69,16 +46,14 @@ def test_head_norms_and_rotation(rows: int, heads: int, kv: int, half: int, rest
 
 def _all_of_them(rows: int, threads: int) -> list[torch.Tensor]:
     torch.manual_seed(rows)
-    x, scale, gate_up = torch.randn(1, rows, 576), torch.randn(576), torch.randn(1, rows, 2 * 1100)
+    x, scale = torch.randn(1, rows, 576), torch.randn(576)
     qkv, head_scale = torch.randn(1, rows, 15 * 64), torch.randn(64)
     cos, sin = torch.randn(2, 1, rows, 64)
-    normed, gated, by_gelu = torch.empty_like(x), torch.empty(1, rows, 1100), torch.empty(1, rows, 1100)
+    normed = torch.empty_like(x)
     rowwise.rms_norm(x, scale, 1e-5, normed, threads)
-    rowwise.silu_gate(gate_up, gated, threads)
-    rowwise.gelu_tanh_gate(gate_up, by_gelu, threads)
     rowwise.head_norms(qkv, 9, 3, 64, head_scale, head_scale + 1, 1e-6, threads)
     rowwise.rotate(qkv, 12, 64, cos, sin, threads)
-    return [normed, gated, by_gelu, qkv]
+    return [normed, qkv]
 
 
 @pytest.mark.parametrize("rows", [1, 100, 517])
@@ -100,5 +75,3 @@ def test_what_does_not_fit_is_refused() -> None:
         rowwise.rotate(x, 1, 8, torch.ones(1, 3, 8), torch.ones(1, 3, 8), 1)
     with pytest.raises(ValueError, match="not 1 \\+ 2 \\* 1 heads"):
         rowwise.head_norms(x, 1, 1, 4, torch.ones(4), torch.ones(4), 1e-5, 1)
-    with pytest.raises(ValueError, match="do not fit"):
-        rowwise.silu_gate(x, out, 1)

@@ -29,10 +29,6 @@ _SERIAL_ELEMENTS = 1 << 14
 _BLOCK_ELEMENTS = 1 << 13
 """Elements that a thread takes at a time, in whole rows."""
 
-_LOG2_E = np.float32(1.44269504)
-_LN2_HIGH, _LN2_LOW = np.float32(0.693359375), np.float32(-2.12194440e-4)
-_GELU = np.float32(2.0 * 0.7978845608028654)
-_CUBE = np.float32(0.044715)
 _ONE = np.float32(1)
 
 
@@ -68,22 +64,6 @@ def _check(*tensors: Tensor) -> None:
     for x in tensors:
         if x.dtype is not float32 or not x.is_contiguous():
             raise TypeError(f"row kernels take contiguous float32 tensors, got {x.dtype} with strides {x.stride()}")
-
-
-@numba.njit(inline="always")
-def _exp(x):  # type: ignore[no-untyped-def]
-    """e^x in float32 to about 1 ulp, x clamped to +-87: Cody-Waite reduction, the polynomial of Cephes `expf`."""
-    x = min(max(x, np.float32(-87.0)), np.float32(87.0))
-    n = np.floor(x * _LOG2_E + np.float32(0.5))
-    r = x - n * _LN2_HIGH - n * _LN2_LOW
-    p = np.float32(1.9875691500e-4)
-    p = p * r + np.float32(1.3981999507e-3)
-    p = p * r + np.float32(8.3334519073e-3)
-    p = p * r + np.float32(4.1665795894e-2)
-    p = p * r + np.float32(1.6666665459e-1)
-    p = p * r + np.float32(5.0000001201e-1)
-    p = p * r * r + r + _ONE
-    return p * np.int32((np.int32(n) + np.int32(127)) << np.int32(23)).view(np.float32)
 
 
 def _rms_norm(argument):  # type: ignore[no-untyped-def]
@@ -147,35 +127,6 @@ def _rotate(argument):  # type: ignore[no-untyped-def]
                     qkv[t, high + j] = y * cos[t, half + j] + x * sin[t, half + j]
 
 
-def _silu_gate(argument):  # type: ignore[no-untyped-def]
-    a = carray(argument, 1)[0]
-    rows, block, width = a.rows, a.block, a.n
-    gate_up, out = carray(floats(a.x), (rows, 2 * width)), carray(floats(a.y), (rows, width))
-    while True:
-        first = fetch_add(address_of(argument), 1) * block
-        if first >= rows:
-            break
-        for t in range(first, min(first + block, rows)):
-            for j in range(width):
-                gate = gate_up[t, j]
-                out[t, j] = gate / (_ONE + _exp(-gate)) * gate_up[t, width + j]
-
-
-def _gelu_tanh_gate(argument):  # type: ignore[no-untyped-def]
-    a = carray(argument, 1)[0]
-    rows, block, width = a.rows, a.block, a.n
-    gate_up, out = carray(floats(a.x), (rows, 2 * width)), carray(floats(a.y), (rows, width))
-    while True:
-        first = fetch_add(address_of(argument), 1) * block
-        if first >= rows:
-            break
-        for t in range(first, min(first + block, rows)):
-            for j in range(width):
-                gate = gate_up[t, j]
-                inner = _GELU * (gate + _CUBE * gate * gate * gate)
-                out[t, j] = gate / (_ONE + _exp(-inner)) * gate_up[t, width + j]
-
-
 def rms_norm(x: Tensor, weight: Tensor, eps: float, out: Tensor, threads: int) -> None:
     """out = x / sqrt(mean(x^2) + eps) * weight over the last axis; x, out [b, T, n], weight [n]."""
     _check(x, weight, out)
@@ -214,21 +165,3 @@ def rotate(qkv: Tensor, rotated: int, size: int, cos: Tensor, sin: Tensor, threa
         raise ValueError(f"cannot turn {rotated} heads of {size} in {tuple(qkv.shape)} by {tuple(cos.shape)}")
     addresses = qkv.data_ptr(), cos.data_ptr(), sin.data_ptr()
     _run(_rotate, threads, batch * rows, rotated * turned, *addresses, width, rotated, size, turned)
-
-
-def silu_gate(gate_up: Tensor, out: Tensor, threads: int) -> None:
-    """out = silu(gate) * up; gate_up [b, T, 2n] holds gate, then up; out [b, T, n]."""
-    _gate(_silu_gate, gate_up, out, threads)
-
-
-def gelu_tanh_gate(gate_up: Tensor, out: Tensor, threads: int) -> None:
-    """out = gelu(gate) * up, tanh form x sigmoid(2 sqrt(2/pi) (x + 0.044715 x^3)); shapes as `silu_gate`."""
-    _gate(_gelu_tanh_gate, gate_up, out, threads)
-
-
-def _gate(kernel: Any, gate_up: Tensor, out: Tensor, threads: int) -> None:
-    _check(gate_up, out)
-    batch, rows, width = out.shape
-    if gate_up.shape != (batch, rows, 2 * width):
-        raise ValueError(f"gate and up in {tuple(gate_up.shape)} do not fit {tuple(out.shape)}")
-    _run(kernel, threads, batch * rows, width, gate_up.data_ptr(), out.data_ptr(), 0, width)

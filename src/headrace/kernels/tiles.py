@@ -17,7 +17,7 @@ from headrace.kernels.vectors import EMPTY, FLOAT32, I32, I64, Vectors
 _INT = types.int64
 
 
-def _grid(builder: Any, v: Vectors, rows: int, columns: int) -> list[list[Any]]:
+def grid(builder: Any, v: Vectors, rows: int, columns: int) -> list[list[Any]]:
     """Accumulators set to zero (allocas that LLVM keeps in registers)."""
     cells = [[cgutils.alloca_once(builder, v.type) for _ in range(columns)] for _ in range(rows)]
     for row in cells:
@@ -26,14 +26,14 @@ def _grid(builder: Any, v: Vectors, rows: int, columns: int) -> list[list[Any]]:
     return cells
 
 
-def _accumulate(builder: Any, v: Vectors, cells: list[list[Any]], factors: list[Any], columns: list[Any]) -> None:
+def accumulate(builder: Any, v: Vectors, cells: list[list[Any]], factors: list[Any], columns: list[Any]) -> None:
     """`cells[m][j] += factors[m] * columns[j]`."""
     for row, factor in zip(cells, factors):
         for cell, column in zip(row, columns):
             builder.store(v.fma(factor, column, builder.load(cell, typ=v.type)), cell)
 
 
-def _prefetch(builder: Any, address: Any) -> None:
+def prefetch(builder: Any, address: Any) -> None:
     """Fetches a line into the second-level cache: the first has too few fills in flight to cover memory's latency."""
     pointer = ir.IntType(8).as_pointer()
     function = builder.module.declare_intrinsic(
@@ -70,14 +70,14 @@ def score_tile(
         v = Vectors(builder, lanes)
         address = [_load_i64(builder, strips, j) for j in range(2 * count)]
         rows_at = [builder.add(q, builder.mul(q_step, I64(i))) for i in range(m)]
-        cells = _grid(builder, v, m, count)
+        cells = grid(builder, v, m, count)
         with cgutils.for_range(builder, dim) as loop:
             offset = builder.mul(loop.index, k_step)
             columns = [v.load(builder.add(address[j], offset), kv.dtype) for j in range(count)]
             for j in range(count):
-                _prefetch(builder, builder.add(address[count + j], offset))
+                prefetch(builder, builder.add(address[count + j], offset))
             at = builder.mul(loop.index, I64(4))
-            _accumulate(builder, v, cells, [v.broadcast(builder.add(row, at)) for row in rows_at], columns)
+            accumulate(builder, v, cells, [v.broadcast(builder.add(row, at)) for row in rows_at], columns)
         for i in range(m):
             for j in range(count):
                 target = builder.add(out, builder.add(builder.mul(out_step, I64(i)), I64(4 * lanes * j)))
@@ -130,7 +130,7 @@ def weigh_tile(
         _kv, _rows, _columns, p, p_step, first, last, strips, offset, v_step, out, out_step = args
         v = Vectors(builder, lanes)
         rows_at = [builder.add(p, builder.mul(p_step, I64(i))) for i in range(m)]
-        cells = _grid(builder, v, m, n)
+        cells = grid(builder, v, m, n)
         width = I64(lanes)
         strip_first, strip_last = builder.sdiv(first, width), builder.sdiv(builder.add(last, I64(lanes - 1)), width)
         with cgutils.for_range(builder, strip_last, start=strip_first) as walk:
@@ -147,9 +147,9 @@ def weigh_tile(
                 at = builder.add(base, step)
                 values = [v.load(builder.add(at, I64(size * lanes * j)), kv.dtype) for j in range(n)]
                 for j in range(0, n, 4 // size):
-                    _prefetch(builder, builder.add(builder.add(ahead, step), I64(size * lanes * j)))
+                    prefetch(builder, builder.add(builder.add(ahead, step), I64(size * lanes * j)))
                 weight = builder.mul(builder.add(start, token), I64(4))
-                _accumulate(builder, v, cells, [v.broadcast(builder.add(row, weight)) for row in rows_at], values)
+                accumulate(builder, v, cells, [v.broadcast(builder.add(row, weight)) for row in rows_at], values)
         for i in range(m):
             for j in range(n):
                 target = builder.add(out, builder.add(builder.mul(out_step, I64(i)), I64(4 * lanes * j)))

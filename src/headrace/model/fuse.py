@@ -6,10 +6,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from headrace.kernels import rowwise
+from headrace.kernels import gemm
 from headrace.model.attention import AttentionCall, dense_causal
 from headrace.model.fused import FusedAttention, FusedLayer, GatedMlp, RowNorm
-from headrace.model.linears import PackedLinear, is_plain, pack_linears, stack
+from headrace.model.linears import GatedLinear, PackedLinear, is_plain, pack_linears, stack
 from headrace.model.release import Weights
 
 #: Largest difference allowed, relative to the largest number of the output; reordered float32 sums stay below 1e-5.
@@ -165,18 +165,16 @@ def _mlp(original: Any, trial: _Trial) -> GatedMlp | None:
     if act is None:
         return None
     merged = getattr(original, "gate_up_proj", None)
-    both = (
-        PackedLinear(merged.weight, merged.bias)
-        if merged is not None
-        else stack([original.gate_proj, original.up_proj])
-    )
+    weight, bias = stack([merged] if merged is not None else [original.gate_proj, original.up_proj])
     down = PackedLinear(original.down_proj.weight, original.down_proj.bias)
-    kernels = (rowwise.silu_gate, rowwise.gelu_tanh_gate, None) if both.bits == 32 else (None,)
-    for kernel in kernels:
-        ours = GatedMlp(both, down, kernel, act)
-        if _close(ours(trial.args[0]), trial.out):
-            return ours
-    return None
+    if bias is None and gemm.supported(weight[: len(weight) // 2]):
+        panels = gemm.pack_gated(weight)
+        for name in ("silu", "gelu_tanh"):
+            ours = GatedMlp(GatedLinear(panels, name), down, act)
+            if _close(ours(trial.args[0]), trial.out):
+                return ours
+    ours = GatedMlp(PackedLinear(weight, bias), down, act)
+    return ours if _close(ours(trial.args[0]), trial.out) else None
 
 
 def _attention(
@@ -201,7 +199,7 @@ def _attention(
     ):  # fmt: skip
         return None
     ours = FusedAttention(
-        stack(parts), PackedLinear(original.o_proj.weight, original.o_proj.bias), index,
+        PackedLinear(*stack(parts)), PackedLinear(original.o_proj.weight, original.o_proj.bias), index,
         call.heads, call.kv_heads, call.head_dim, call.scale, call.window, call.softcap, q_norm, k_norm,
     )  # fmt: skip
     again = _TrialStep()

@@ -1,7 +1,7 @@
 """Modules that take the place of a layer's norms, MLP and attention, with fewer and larger operations.
 
-float32 uses the row kernels of `kernels.rowwise`; 16-bit types use torch between the packed linears. `fuse` puts one
-in place only where it gives the numbers of the module it replaces.
+float32 uses the kernels of `kernels.rowwise` and `kernels.gemm`; 16-bit types use torch between the packed linears.
+`fuse` puts one in place only where it gives the numbers of the module it replaces.
 """
 
 from collections.abc import Callable
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from headrace.kernels import openmp, rowwise
 from headrace.model.context import StepContext
-from headrace.model.linears import PackedLinear
+from headrace.model.linears import GatedLinear, PackedLinear
 
 
 class RowNorm(nn.Module):
@@ -38,38 +38,28 @@ class GatedMlp(nn.Module):
     """down(act(gate(x)) * up(x)) with gate and up in one linear.
 
     Args:
-        gate_up: the two weights, one above the other.
+        gate_up: the two weights, one above the other: with the activation in it, or without.
         down: back to the residual stream.
-        kernel: `silu_gate` or `gelu_tanh_gate` for float32; None: torch's `act`.
-        act: the activation as a module or function.
+        act: the activation where `gate_up` is without.
     """
 
     def __init__(
-        self,
-        gate_up: PackedLinear,
-        down: PackedLinear,
-        kernel: Callable[..., None] | None,
-        act: Callable[[Tensor], Tensor],
+        self, gate_up: GatedLinear | PackedLinear, down: PackedLinear, act: Callable[[Tensor], Tensor]
     ) -> None:
         super().__init__()
-        self.gate_up, self.down, self.kernel, self.act = gate_up, down, kernel, act
-        self.threads = openmp.check(0) if kernel is not None else 1
+        self.gate_up, self.down, self.act = gate_up, down, act
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., hidden] -> the same shape."""
-        if x.dim() != 3:
-            return self.forward(x.reshape(1, -1, x.shape[-1])).view(x.shape)
         return self.down.forward(self.inner(x))
 
     def inner(self, x: Tensor) -> Tensor:
-        """act(gate(x)) * up(x): x [1, T, hidden] -> [1, T, intermediate]."""
+        """act(gate(x)) * up(x): x [..., hidden] -> [..., intermediate]."""
         both = self.gate_up.forward(x)
-        if self.kernel is None:
-            gate, up = both.chunk(2, -1)
-            return self.act(gate) * up
-        inner = both.new_empty((both.shape[0], both.shape[1], both.shape[2] // 2))
-        self.kernel(both, inner, self.threads)
-        return inner
+        if isinstance(self.gate_up, GatedLinear):
+            return both
+        gate, up = both.chunk(2, -1)
+        return self.act(gate) * up
 
 
 class FusedAttention(nn.Module):
