@@ -21,6 +21,8 @@ from headrace.store.tiers.tier import Tier
 
 #: Longest path of a unix socket, bytes (`sun_path` less the final zero).
 MAX_SOCKET_PATH = 107
+#: Longest `XDG_RUNTIME_DIR` in which `/headrace/<32 hex digits>.sock` fits.
+_MAX_RUNTIME_PATH = MAX_SOCKET_PATH - 47
 _BACKLOG = 64
 _locks: "weakref.WeakSet[OwnerLock]" = weakref.WeakSet()
 
@@ -65,8 +67,10 @@ def runtime_dir() -> Path:
     Raises:
         OSError: it cannot be made, or is somebody else's.
     """
+    base = Path(f"/tmp/headrace-{os.getuid()}")
     given = os.environ.get("XDG_RUNTIME_DIR")
-    base = Path(given) / "headrace" if given and Path(given).is_dir() else Path(f"/tmp/headrace-{os.getuid()}")
+    if given and Path(given).is_dir() and len(os.fsencode(given)) <= _MAX_RUNTIME_PATH:
+        base = Path(given) / "headrace"
     with suppress(FileExistsError):
         base.mkdir(mode=0o700)
     found = base.lstat()
