@@ -13,6 +13,7 @@ from headrace.cli.chat import chat
 from headrace.cli.help import Command
 from headrace.cli.models import models
 from headrace.cli.serve import serve
+from headrace.cli.store import store
 from headrace.core.errors import ConfigError, HeadraceError
 from headrace.core.foreign import way_out
 from headrace.core.settings import nearest
@@ -48,6 +49,7 @@ def options(
 app.command(cls=Command)(serve)
 app.command(cls=Command)(chat)
 app.add_typer(models, name="models")
+app.add_typer(store, name="store")
 app.add_typer(bench, name="bench")
 
 
