@@ -6,27 +6,36 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
-from headrace.core.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
+from headrace.core.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig, StoreConfig
 from headrace.core.events import Delta
 from headrace.core.request import Request
 from headrace.core.sampling import SamplingParams
-from headrace.engine.build import EngineParts, build
+from headrace.engine.build import EngineParts, OpenStore, build
 from headrace.engine.core import Engine
 from headrace.engine.kv_flow import KVSink, KVSource
 from headrace.engine.pipeline import Span
 from headrace.engine.runner import Runner
 from headrace.kernels.attention import backend_for
 from headrace.model.decoder import Decoder, Forward
+from headrace.store.opening import open_store
 
 
 def config(
-    model: Path, *, kv_bytes: int = 4 << 20, page_size: int = 8, caching: bool = True, **scheduler: object
+    model: Path,
+    *,
+    kv_bytes: int = 4 << 20,
+    page_size: int = 8,
+    caching: bool = True,
+    dtype: str = "float32",
+    store: StoreConfig | None = None,
+    **scheduler: object,
 ) -> EngineConfig:
     limits = dataclasses.replace(SchedulerConfig(max_num_seqs=16, max_num_batched_tokens=64), **scheduler)
     return EngineConfig(
-        model=ModelConfig(model=str(model), threads=1, dtype="float32"),
+        model=ModelConfig(model=str(model), threads=1, dtype=dtype),
         cache=CacheConfig(kv_memory=kv_bytes, page_size=page_size, prefix_caching=caching),
         scheduler=limits,
+        store=store or StoreConfig(store=False),
     )
 
 
@@ -34,8 +43,9 @@ def engine(
     settings: EngineConfig,
     flow: tuple[KVSource, KVSink] | None = None,
     spans: Callable[[Decoder], Sequence[Span]] | None = None,
+    opened: OpenStore = open_store,
 ) -> tuple[Engine, EngineParts]:
-    parts = build(settings)
+    parts = build(settings, open_the_store=opened)
     if flow is not None or spans is not None:
         runner = Runner(
             parts.decoder,

@@ -122,8 +122,12 @@ def serve(address: str, identity: bytes) -> int:
         from headrace.engine.build import build
 
         parts = build(start.config, lambda phase, done: link.send(Loading(phase, done)))
+        engine = Engine(start.config, parts)
         link.send(Ready(parts.info))
-        Worker(link, Engine(start.config, parts)).run()
+        try:
+            Worker(link, engine).run()
+        finally:
+            engine.close()  # write what waits to be written, within a few seconds
     except StopWorker:
         return 0
     except HeadraceError as error:

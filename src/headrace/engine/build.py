@@ -1,5 +1,6 @@
 """From a configuration to the parts of an engine: load the model, size the pool, wire them up."""
 
+import hashlib
 import os
 import time
 from collections.abc import Callable
@@ -8,7 +9,7 @@ from dataclasses import dataclass
 import psutil
 import torch
 
-from headrace.core.config import EngineConfig, check
+from headrace.core.config import EngineConfig, StoreConfig, check
 from headrace.core.errors import ConfigError
 from headrace.core.events import EngineInfo
 from headrace.engine.graphs import DecodePath, GraphRecorder
@@ -18,6 +19,7 @@ from headrace.engine.runner import Runner
 from headrace.engine.sampling import Sampler
 from headrace.engine.scheduler import Scheduler
 from headrace.engine.sequence_pages import SequencePages
+from headrace.engine.store_flow import StoreFlow
 from headrace.kernels.attention import backend_for
 from headrace.model import hub
 from headrace.model.decoder import Decoder
@@ -27,6 +29,8 @@ from headrace.model.shape import ModelShape
 from headrace.perf.model_shape import ModelShape as CostShape
 from headrace.perf.profile import load_or_default
 from headrace.perf.step_time import StepTimeModel
+from headrace.store.layout import KVLayout
+from headrace.store.opening import OpenedStore, open_store
 
 #: KV memory where nothing is said: on CPU, which others use too, a share of what is free, up to a limit; on a device,
 #: ours but for activations, a larger share, up to so many times what all sequences hold at their longest.
@@ -47,10 +51,22 @@ class EngineParts:
     sampler: Sampler
     scheduler: Scheduler
     runner: Runner
+    flow: StoreFlow | None = None
 
 
-def build(config: EngineConfig, progress: Progress | None = None) -> EngineParts:
+#: Opens the KV store of an engine from its configuration and the layout of its KV; None: there is none.
+OpenStore = Callable[[StoreConfig, KVLayout], OpenedStore | None]
+
+
+def build(
+    config: EngineConfig, progress: Progress | None = None, open_the_store: OpenStore = open_store
+) -> EngineParts:
     """Load the model and make the parts.
+
+    Args:
+        config: of the engine.
+        progress: told how far loading is.
+        open_the_store: opens what `config.store` says.
 
     Raises:
         ModelError: the model cannot be found, read or run.
@@ -95,18 +111,27 @@ def build(config: EngineConfig, progress: Progress | None = None) -> EngineParts
         profile = load_or_default(device, threads, shape.dtype)
     else:  # profiles of accelerators say nothing of the host's threads
         profile = load_or_default(device, 0, shape.dtype, torch.cuda.get_device_name())
+    sequence_pages = SequencePages(
+        group.allocator,
+        group.index,
+        PageHasher(shape.fingerprint, cache.page_size),
+        cache.page_size,
+        cache.prefix_caching,
+    )
+    times = StepTimeModel(profile, cost_shape(shape, kv_shape))
+    opened = open_the_store(config.store, store_layout(config.store, shape, kv_shape)) if cache.prefix_caching else None
+    flow = None
+    if opened is not None:
+        flow = StoreFlow(
+            opened.store,
+            group,
+            backend,
+            sequence_pages,
+            config.store.chunk_tokens,
+            lambda start, length: times.seconds(times.prefill(start, length)),
+        )
     scheduler = Scheduler(
-        limits,
-        SequencePages(
-            group.allocator,
-            group.index,
-            PageHasher(shape.fingerprint, cache.page_size),
-            cache.page_size,
-            cache.prefix_caching,
-        ),
-        max_model_len,
-        shape.eos_ids,
-        StepTimeModel(profile, cost_shape(shape, kv_shape)),
+        limits, sequence_pages, max_model_len, shape.eos_ids, times, flow.stored if flow is not None else None
     )
     decode_path = None
     if device != "cpu" and model.cuda_graphs and limits.pipeline_depth == 1:
@@ -138,8 +163,21 @@ def build(config: EngineConfig, progress: Progress | None = None) -> EngineParts
         weight_bytes=shape.weight_bytes,
         load_seconds=time.perf_counter() - begun,
         pid=os.getpid(),
+        store=opened.words if opened is not None else "",
     )
-    return EngineParts(info, decoder, group, sampler, scheduler, runner)
+    return EngineParts(info, decoder, group, sampler, scheduler, runner, flow)
+
+
+def store_layout(config: StoreConfig, shape: ModelShape, kv: KVShape) -> KVLayout:
+    """The KV of a model as it is stored: the same for every backend and page size."""
+    return KVLayout(
+        fingerprint=hashlib.sha256(f"{shape.fingerprint} kv {kv.dtype}".encode()).hexdigest(),
+        layers=shape.num_layers,
+        kv_heads=shape.kv_heads,
+        head_dim=shape.head_dim,
+        dtype=kv.dtype,
+        chunk_tokens=config.chunk_tokens,
+    )
 
 
 def free_memory(device: str) -> int:

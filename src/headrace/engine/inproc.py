@@ -82,6 +82,7 @@ class InProcessClient:
         return self.snapshot()
 
     async def close(self) -> None:
-        """End what is in flight."""
+        """End what is in flight and let go of the KV store."""
         for request_id in list(self._streams):
             self.engine.abort(request_id)
+        self.engine.close()

@@ -6,11 +6,19 @@ from typing import Protocol
 from headrace.core.plan import StepPlan
 
 
+class NotArrived(Exception):
+    """Stored KV that a plan needs does not come: the plan is given up, nothing of it counts."""
+
+
 class KVSource(Protocol):
     """Brings stored KV into the pool ahead of the layers that read it."""
 
     def wait(self, plan: StepPlan, layer: int) -> None:
-        """Return once the KV that the plan's sequences load for this layer lies in the pool."""
+        """Return once the KV that the plan's sequences load for this layer lies in the pool.
+
+        Raises:
+            NotArrived: it does not come.
+        """
         ...
 
 

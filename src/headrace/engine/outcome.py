@@ -42,12 +42,43 @@ class Progress:
     error: str | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class LoadOrder:
+    """A stored prefix that an admitted sequence is to get.
+
+    Attributes:
+        seq: the sequence.
+        start: its first token to load, a multiple of the page size; those before it are in the pool.
+        end: the token after the last, the end of a stored chunk.
+        counts: whether its tokens are hits: at the first admission they are.
+    """
+
+    seq: Sequence
+    start: int
+    end: int
+    counts: bool
+
+
+def split(total: int, shares: Mapping[str, int]) -> dict[str, int]:
+    """`total` in whole numbers in the proportion of `shares`, adding up; empty without any."""
+    whole = sum(shares.values())
+    parts, before, given = {}, 0, 0
+    for name, share in shares.items():
+        before += share
+        upto = total * before // whole if whole else 0
+        if upto > given:
+            parts[name] = upto - given
+        given = upto
+    return parts
+
+
 @dataclass(slots=True)
 class Counters:
     """Totals since the start (see `core.events.EngineStats`)."""
 
     prompt_tokens: int = 0
     hit_tokens: int = 0
+    hits_by_source: dict[str, int] = field(default_factory=dict)
     computed_tokens: int = 0
     output_tokens: int = 0
     preemptions: int = 0

@@ -1,5 +1,6 @@
 """Forwards in flight: plans go through spans of layers in order, several at once."""
 
+import contextlib
 import itertools
 from collections import deque
 from collections.abc import Callable
@@ -11,6 +12,7 @@ import torch
 
 from headrace.core.plan import StepPlan
 from headrace.engine.batch import StepBatch
+from headrace.engine.kv_flow import NotArrived
 from headrace.model.context import StepContext
 from headrace.model.decoder import Decoder, Forward
 
@@ -124,6 +126,9 @@ class Pipeline:
 
         Returns:
             The plan in flight, and False if it was given up.
+
+        Raises:
+            NotArrived: stored KV that one of those in flight needs does not come; see `give_up`.
         """
         last = len(self._spans)
         while self._queue[0].stage < last:
@@ -133,12 +138,27 @@ class Pipeline:
             if not item.started:
                 span.start(item.forward)
                 item.started = True
-            if not span.finish(item.forward, may_stop):
+            try:
+                done = span.finish(item.forward, may_stop)
+            except NotArrived:
+                item.started = False
+                raise
+            if not done:
                 return self._queue.popleft(), False
             item.stage += 1
             item.started = False
             self._start_remote()
         return self._queue.popleft(), True
+
+    def give_up(self) -> list[InFlight]:
+        """Take everything out of flight, oldest first, once no span computes any of it."""
+        for item in self._queue:
+            if item.started:
+                with contextlib.suppress(NotArrived):  # given up anyway
+                    self._spans[item.stage].finish(item.forward, None)
+        items = list(self._queue)
+        self._queue.clear()
+        return items
 
     def _start_remote(self) -> None:
         """Hand every forward that stands before an idle remote span to it, so that it computes while we do."""

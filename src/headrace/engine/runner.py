@@ -17,7 +17,7 @@ from headrace.core.plan import StepPlan
 from headrace.engine.attention_step import AttentionStep
 from headrace.engine.batch import BatchBuilder, StepBatch
 from headrace.engine.graphs import DecodePath
-from headrace.engine.kv_flow import KVSink, KVSource
+from headrace.engine.kv_flow import KVSink, KVSource, NotArrived
 from headrace.engine.kv_group import KVGroup
 from headrace.engine.outcome import StepResult
 from headrace.engine.pipeline import LocalSpan, Pipeline, Span, cut
@@ -41,12 +41,14 @@ class StepOutput:
         result: what the scheduler needs; None if the plan was given up.
         logprobs: per sequence, one entry per new token, where asked for.
         prompt_logprobs: per sequence, entries for prompt positions `start + 1 ..` that this step made known.
+        given_up: later plans that were given up with this one, in order.
     """
 
     plan: StepPlan
     result: StepResult | None
     logprobs: dict[str, list[TokenLogprob]] = field(default_factory=dict)
     prompt_logprobs: dict[str, list[TokenLogprob]] = field(default_factory=dict)
+    given_up: tuple[StepPlan, ...] = ()
 
 
 class Runner:
@@ -59,7 +61,7 @@ class Runner:
         sampler: picks tokens.
         max_num_seqs: most running sequences.
         max_model_len: most tokens of a sequence.
-        flow: the KV store's ends, if there is a store.
+        flow: what every layer of every plan calls; default: what `submit` gets.
         spans: who runs which layers; default: this process, in `depth` parts.
         depth: plans in flight.
         decode_path: takes plans that are all decode, where there is no store, nothing else in flight, and every layer
@@ -100,17 +102,24 @@ class Runner:
         """Page numbers of running sequences changed; called with nothing in flight."""
         self._builder.forget()
 
-    def submit(self, plan: StepPlan, sequences: Seq[Sequence]) -> None:
-        """Put a plan in flight; `sequences` are its chunks' sequences, in order."""
+    def submit(self, plan: StepPlan, sequences: Seq[Sequence], flow: tuple[KVSource, KVSink] | None = None) -> None:
+        """Put a plan in flight.
+
+        Args:
+            plan: what to compute.
+            sequences: its chunks' sequences, in order.
+            flow: what its layers call; None where it neither loads nor saves anything.
+        """
+        flow = flow or self._flow
         alone = not len(self)
         if alone:
             self._last = time.perf_counter()
         batch = self._builder.build(plan, sequences)
-        if alone and self._decode_path is not None and self._decode_path.accepts(plan):
+        if alone and flow is None and self._decode_path is not None and self._decode_path.accepts(plan):
             self._decoded = plan, batch, self._decode_path.run(batch)
             return
         heads = self._decoder.shape.heads
-        self._pipeline.submit(plan, batch, AttentionStep(plan, batch, self._group, self._backend, heads, self._flow))
+        self._pipeline.submit(plan, batch, AttentionStep(plan, batch, self._group, self._backend, heads, flow))
 
     def collect(self, states: Callable[[str], RowState], interrupt: Callable[[], bool] | None = None) -> StepOutput:
         """Finish the oldest plan in flight.
@@ -124,7 +133,12 @@ class Runner:
             self._decoded = None
             output = self._sample(plan, batch, lambda rows: logits, states)
         else:
-            item, done = self._pipeline.collect(interrupt)
+            try:
+                item, done = self._pipeline.collect(interrupt)
+            except NotArrived:
+                self._last = time.perf_counter()
+                first, *later = (item.plan for item in self._pipeline.give_up())
+                return StepOutput(first, None, given_up=tuple(later))
             if not done:
                 self._last = time.perf_counter()
                 return StepOutput(item.plan, None)

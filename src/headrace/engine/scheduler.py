@@ -5,7 +5,7 @@ completed or abandoned exactly once, in the order they were made. Pages of a seq
 in flight holds it.
 """
 
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from collections.abc import Sequence as Seq
 
 from headrace.core.config import SchedulerConfig
@@ -13,13 +13,16 @@ from headrace.core.events import FinishReason
 from headrace.core.plan import Chunk, Phase, StepPlan
 from headrace.core.request import ServiceClass
 from headrace.engine.budget import StepBudget
-from headrace.engine.outcome import Counters, Progress, StepResult
+from headrace.engine.outcome import Counters, LoadOrder, Progress, StepResult, split
 from headrace.engine.sequence import Sequence
 from headrace.engine.sequence_pages import PrefixMatch, SequencePages
 from headrace.engine.waiting import WaitingQueue
 from headrace.perf.step_time import StepTimeModel
 
 LOOKAHEAD = 64
+
+#: How many tokens of a sequence's prefix the KV store holds: a multiple of the page size, below the sequence's length.
+StoredPrefix = Callable[[Sequence], int]
 
 
 class Scheduler:
@@ -29,12 +32,17 @@ class Scheduler:
     online leaves. A prompt whose next pages another running sequence is computing waits for them instead of computing
     them again. When a decode token finds no page, the last in order of service gives its pages up.
 
+    A prompt of which the store knows more than the pool is admitted with a `LoadOrder`: its pages are taken, but it is
+    in no plan before `exclude` lets it. It may be admitted although the plan is full, so that its KV comes meanwhile.
+    Until `loaded` says that the load has ended it can neither be preempted nor end.
+
     Args:
         config: limits.
         pages: the pool.
         max_model_len: tokens a sequence may have.
         eos_token_ids: tokens that end a sequence.
         time_model: sizes prefill chunks for `itl_target`, and predicts; None: neither.
+        stored: asked when a sequence could be admitted; None: there is no store.
     """
 
     def __init__(
@@ -44,8 +52,11 @@ class Scheduler:
         max_model_len: int,
         eos_token_ids: Iterable[int] = (),
         time_model: StepTimeModel | None = None,
+        stored: StoredPrefix | None = None,
     ) -> None:
         self.counters = Counters()
+        self._stored = stored
+        self._orders: list[LoadOrder] = []
         self._config = config
         self._pages = pages
         self._max_model_len = max_model_len
@@ -118,6 +129,35 @@ class Scheduler:
             return None
         self._finish(seq, reason)
         return seq
+
+    def forget_store(self) -> None:
+        """There is no store any more."""
+        self._stored = None
+
+    def take_loads(self) -> list[LoadOrder]:
+        """The loads that admissions since the last call asked for; each must end with `loaded`."""
+        orders, self._orders = self._orders, []
+        return orders
+
+    def loaded(self, order: LoadOrder, tokens: int, sources: Mapping[str, int]) -> None:
+        """A load has ended; nothing writes to the sequence's pages on its behalf any more.
+
+        Args:
+            order: which.
+            tokens: the sequence's first so many tokens have their KV in the pool. Fewer than `order.end`: the rest is
+                left to compute, and no plan in flight may hold the sequence unless it ends with that plan.
+            sources: weights by which the loaded tokens are counted to their tiers.
+        """
+        seq = order.seq
+        seq.loading = False
+        if tokens < order.end and not seq.in_flight:
+            seq.scheduled = max(tokens, seq.computed)
+        seq.computed = max(tokens, seq.computed)
+        self._pages.enter(seq)
+        if order.counts:
+            gained = max(0, min(tokens, seq.prompt_length) - min(order.start, seq.prompt_length))
+            for source, share in split(gained, sources).items():
+                self._count_hit(seq, source, share)
 
     def preempt_last(self) -> None:
         """Send the last in order of service back to the queue (the pool is about to shrink; nothing is in flight)."""
@@ -246,47 +286,76 @@ class Scheduler:
 
     def _admit(self, online: bool, exclude: frozenset[str], chunks: list[Chunk]) -> None:
         for seq in self._waiting.candidates(online, LOOKAHEAD):
-            if self._budget.full:
+            full = self._budget.full or not self._budget.prefill_tokens(0, 1)
+            if full and self._stored is None:
                 return
             if seq.id in exclude:
                 continue
-            if not self._budget.prefill_tokens(0, 1):
+            verdict = self._try_admit(seq, only_with_load=full)
+            if verdict in ("no room", "no budget"):
                 return
-            verdict = self._try_admit(seq)
-            if verdict == "no room" or (verdict == "admitted" and not self._prefill(seq, chunks)):
+            if verdict == "admitted" and not seq.loading and not self._prefill(seq, chunks):
                 return
 
-    def _try_admit(self, seq: Sequence) -> str:
+    def _try_admit(self, seq: Sequence, only_with_load: bool) -> str:
         """Give a waiting sequence its prefix, pages for the rest of its tokens, and a row."""
         match = self._pages.match(seq)
         if match.owner is not None and (match.owner.online or not seq.online):
             return "wait for prefix"
+        if only_with_load and not self._has_room(seq, match):
+            return "no room"
+        held = len(match.pages) * self._pages.page_size
+        stored = self._stored(seq) if self._stored is not None and self._could_have_room(seq, match) else 0
+        if only_with_load and stored <= held:
+            return "no budget"
         if not self._make_room(seq, match):
             return "no room"
         self._pages.take(seq, match)
+        if stored > held:
+            seq.scheduled = stored
+            seq.loading = True
+            self._orders.append(LoadOrder(seq, held, stored, counts=seq.cached_tokens < 0))
         seq.row = self._rows.pop()
         seq.state = "running"
         self._waiting.remove(seq)
         self._running.append(seq)
         if seq.cached_tokens < 0:
-            seq.cached_tokens = min(seq.computed, seq.prompt_length)
+            seq.cached_tokens = 0
             self.counters.prompt_tokens += seq.prompt_length
-            self.counters.hit_tokens += seq.cached_tokens
+            self._count_hit(seq, "pool", min(held, seq.prompt_length))
         return "admitted"
+
+    def _count_hit(self, seq: Sequence, source: str, tokens: int) -> None:
+        if tokens:
+            seq.cached_tokens += tokens
+            seq.cached_by_source[source] = seq.cached_by_source.get(source, 0) + tokens
+            self.counters.hit_tokens += tokens
+            self.counters.hits_by_source[source] = self.counters.hits_by_source.get(source, 0) + tokens
 
     def _make_room(self, seq: Sequence, match: PrefixMatch) -> bool:
         """See to a free row and enough pages; for an online sequence offline ones are preempted."""
         if self._has_room(seq, match):
             return True
-        if not seq.online:
+        if not self._could_have_room(seq, match):
             return False
-        victims = sorted((s for s in self._running if not s.online and not s.in_flight), key=lambda s: s.rank)
-        reachable = self._pages.available + sum(len(victim.pages) for victim in victims)
-        if not victims or self._pages.wanted(seq, match) > reachable:
-            return False
+        victims = self._victims_of(seq)
         while victims and not self._has_room(seq, match):
             self._preempt(victims.pop())
         return self._has_room(seq, match)
+
+    def _could_have_room(self, seq: Sequence, match: PrefixMatch) -> bool:
+        """False when `_make_room` is bound to fail: not worth asking the store."""
+        if self._has_room(seq, match):
+            return True
+        victims = self._victims_of(seq)
+        reachable = self._pages.available + sum(len(victim.pages) for victim in victims)
+        return bool(victims) and self._pages.wanted(seq, match) <= reachable
+
+    def _victims_of(self, seq: Sequence) -> list[Sequence]:
+        """Offline sequences that an online one may take the place of, the last in order of service at the end."""
+        if not seq.online:
+            return []
+        return sorted((s for s in self._running if not s.online and not s.held), key=lambda s: s.rank)
 
     def _has_room(self, seq: Sequence, match: PrefixMatch) -> bool:
         """A free row, and pages to spare so that those running can go on for a while."""
@@ -306,10 +375,10 @@ class Scheduler:
         return True
 
     def _victim(self) -> Sequence | None:
-        """The last in order of service that no plan holds; None if only one runs."""
+        """The last in order of service that no plan and no load holds; None if only one runs."""
         if len(self._running) == 1:
             return None
-        return max((s for s in self._running if not s.in_flight), key=lambda s: s.rank, default=None)
+        return max((s for s in self._running if not s.held), key=lambda s: s.rank, default=None)
 
     def _plan(self, seq: Sequence, length: int, chunks: list[Chunk]) -> None:
         last = length == seq.remaining
@@ -371,6 +440,8 @@ class Scheduler:
 
     def _release(self, seq: Sequence) -> None:
         """The one place where a sequence gives its pages and row back."""
+        if seq.loading:
+            raise AssertionError(f"{seq.id} gives pages back that a load still writes to")
         self._pages.give_back(seq)
         self._rows.append(seq.row)
         seq.row = -1

@@ -15,7 +15,7 @@ class Sequence:
     """Tokens and KV pages of one request.
 
     Invariant: `computed <= scheduled <= length`. Tokens below `computed` have their KV in the pool, those between
-    `computed` and `scheduled` belong to plans in flight, the rest is still to be planned.
+    `computed` and `scheduled` belong to a load or to plans in flight, the rest is still to be planned.
 
     Attributes:
         request: what was asked.
@@ -26,13 +26,16 @@ class Sequence:
         hashes: keys of the full pages known so far, a chain over the token ids.
         indexed: pages already entered into the prefix index (or found there).
         in_flight: plans not yet complete that hold this sequence.
-        cached_tokens: prompt tokens found in the prefix index at the first admission; -1 before it.
+        cached_tokens: prompt tokens that the first admission did not leave to compute; -1 before it.
+        cached_by_source: the same by source, `pool` or a tier's name.
+        loading: a stored prefix is on its way into the pages between `computed` and `scheduled`.
         doomed: the finish reason to take as soon as nothing is in flight (set by an abort or an error).
         error: what went wrong, with finish `error`.
     """
 
     __slots__ = (
         "_tokens",
+        "cached_by_source",
         "cached_tokens",
         "computed",
         "doomed",
@@ -41,6 +44,7 @@ class Sequence:
         "in_flight",
         "indexed",
         "length",
+        "loading",
         "max_tokens",
         "order",
         "pages",
@@ -69,6 +73,8 @@ class Sequence:
         self.in_flight = 0
         self.indexed = 0
         self.cached_tokens = -1
+        self.cached_by_source: dict[str, int] = {}
+        self.loading = False
         self.state: SequenceState = "waiting"
         self.doomed: FinishReason | None = None
         self.error: str | None = None
@@ -102,6 +108,11 @@ class Sequence:
     def decoding(self) -> bool:
         """True when only the newest token is left to compute."""
         return self.remaining == 1 and self.output_length > 0
+
+    @property
+    def held(self) -> bool:
+        """True while a plan in flight or a load uses the pages: they cannot be taken away."""
+        return self.in_flight > 0 or self.loading
 
     @property
     def tokens(self) -> NDArray[np.int32]:

@@ -1,6 +1,7 @@
 """Pages for sequences: a known prefix shared, the rest taken, all given back in one place. Plain data."""
 
 from collections.abc import Iterable
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
 from headrace.engine.pages import PageAllocator
@@ -29,7 +30,8 @@ NOTHING = PrefixMatch([], [])
 class SequencePages:
     """The page pool as sequences see it.
 
-    Contract: `take` and `give_back` pair up; `grow` and `enter` in between.
+    Contract: `take` and `give_back` pair up; `grow` and `enter` in between. `lend` and `end_loan` pair up for whoever
+    reads pages longer than their sequence keeps them.
 
     Args:
         allocator: the pool's pages.
@@ -47,6 +49,7 @@ class SequencePages:
         self._hasher = hasher
         self._page_size = page_size
         self._caching = caching
+        self._lent: list[Seq[int]] = []
 
     @property
     def page_size(self) -> int:
@@ -117,10 +120,30 @@ class SequencePages:
         self._allocator.release(seq.pages)
         seq.pages = []
 
+    @property
+    def lent(self) -> int:
+        """Pages on loan, counted once per loan."""
+        return sum(len(pages) for pages in self._lent)
+
+    @property
+    def total(self) -> int:
+        """Pages of the pool."""
+        return self._allocator.total
+
+    def lend(self, pages: Seq[int]) -> None:
+        """Keep pages that somebody holds as they are until `end_loan`, whoever gives them back meanwhile."""
+        self._allocator.hold(pages)
+        self._lent.append(pages)
+
+    def end_loan(self, pages: Seq[int]) -> None:
+        """The list given to `lend` is not needed any more."""
+        self._lent.remove(pages)
+        self._allocator.release(pages)
+
     def check(self, sequences: Iterable[Sequence]) -> None:
-        """Raise AssertionError unless the pool's counts are those of these sequences' pages."""
+        """Raise AssertionError unless the pool's counts are those of these sequences' pages and the loans."""
         held = list(sequences)
-        self._allocator.check(seq.pages for seq in held)
+        self._allocator.check([*(seq.pages for seq in held), *self._lent])
         for seq in held:
             if len(seq.pages) * self._page_size < seq.scheduled:
                 raise AssertionError(f"{seq.id}: {len(seq.pages)} pages for {seq.scheduled} tokens")

@@ -1,5 +1,6 @@
 """`headrace.LLM`: generate text in this process."""
 
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -50,6 +51,8 @@ class LLM:
 
         self.config = engine_config(model, options)
         self._client = InProcessClient(self.config, progress)
+        # Also when the caller forgets `close`: what the KV store has not written yet is written then.
+        self._let_go = weakref.finalize(self, self._client.engine.close)
         template = Path(chat_template) if chat_template else None
         self._tokenizer, self._defaults = load_front(self._client.info, self.config.model, template, generation_config)
         self._admission = Admission(self._client.info, self._tokenizer, self.config.model.seed)
@@ -84,9 +87,10 @@ class LLM:
         return self._client.snapshot()
 
     def close(self) -> None:
-        """End what is in flight."""
+        """End what is in flight and let go of the KV store."""
         while not self._client.idle():
             self._client.poll()
+        self._let_go()
 
     def generate(
         self,

@@ -1,0 +1,285 @@
+"""Stored prefixes on their way into the pool: started as one batch per step, waited for layer by layer."""
+
+import threading
+import time
+from collections.abc import Iterable, Iterator
+from collections.abc import Sequence as Seq
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headrace.engine.kv_flow import NotArrived
+from headrace.engine.kv_group import KVGroup
+from headrace.engine.outcome import LoadOrder
+from headrace.kernels.attention import AttentionBackend
+from headrace.store.load import Deliver, FoundChunk, Load, LoadFailed
+from headrace.store.part import PartId, PartRange
+
+#: A forward pass that stood still for so long for a load that brings nothing is given up; the load goes on.
+STALL_SECONDS = 2.0
+#: A load that brought nothing for so long is cancelled; what is missing is computed.
+DEAD_SECONDS = 20.0
+#: A waiting thread looks this often whether the load has failed, which nobody tells it.
+LOOK_SECONDS = 0.01
+
+Batch = Seq[tuple[Seq[FoundChunk], PartRange, Deliver]]
+
+
+class LoadStore(Protocol):
+    """What loading needs of the KV store."""
+
+    def load_batch(self, loads: Batch) -> Seq[Load]:
+        """See `store.store.KVStore.load_batch`."""
+        ...
+
+
+def part_of(group: KVGroup) -> PartRange:
+    """The layers and heads of a group: what it loads and saves of a chunk."""
+    layers, heads = group.shape.layers, group.shape.heads
+    return PartRange(layers.start, layers.stop, heads.start, heads.stop)
+
+
+class PrefixLoad:
+    """One sequence's load: the one owner of everything that still writes to the sequence's pages.
+
+    Reading threads call `deliver`; all else belongs to the thread of the step loop, but `wait`, which a span elsewhere
+    may call.
+
+    Args:
+        order: whose, and which tokens.
+        chunks: what the store found, from the chunk in which `order.start` lies.
+        chunk_tokens: tokens of a stored chunk.
+        group: where the KV goes.
+        backend: copies records into pages.
+        come: notified whenever a layer is complete.
+    """
+
+    load: Load
+
+    def __init__(
+        self,
+        order: LoadOrder,
+        chunks: Seq[FoundChunk],
+        chunk_tokens: int,
+        group: KVGroup,
+        backend: AttentionBackend,
+        come: threading.Condition,
+    ) -> None:
+        self.order = order
+        self.chunks = chunks
+        self.first_chunk = order.start // chunk_tokens
+        self._chunk_tokens = chunk_tokens
+        self._group, self._backend = group, backend
+        self._part = part_of(group)
+        per_chunk = chunk_tokens // group.shape.page_size
+        self._pages: list[NDArray[np.int64]] = [
+            np.array(order.seq.pages[chunk * per_chunk : (chunk + 1) * per_chunk], np.int64)
+            for chunk in range(self.first_chunk, self.first_chunk + len(chunks))
+        ]
+        self._missing = dict.fromkeys(group.shape.layers, 0)
+        for chunk in chunks:
+            for part in chunk.parts:
+                area = part.read or part.range
+                for layer in range(
+                    max(area.first_layer, self._part.first_layer), min(area.last_layer, self._part.last_layer)
+                ):
+                    self._missing[layer] += 1
+        self._come = come
+        self._total = sum(self._missing.values())
+        self._delivered = 0
+        self._begun = self._moved = time.monotonic()
+        self.stalled = False
+
+    def deliver(self, chunk: int, part: PartId, layer: int, record: memoryview) -> None:
+        """Copy a record into its pages. See `store.load.Deliver`."""
+        planes = self._group.planes(layer)
+        first = max(0, self.order.start - (self.first_chunk + chunk) * self._chunk_tokens)
+        n_tokens = self.chunks[chunk].n_tokens
+        k, v, record = self._overlap(planes, part.range, record, n_tokens)
+        self._backend.load_record(k, v, self._pages[chunk], first, n_tokens, record)
+        with self._come:
+            self._missing[layer] -= 1
+            self._delivered += 1
+            self._moved = time.monotonic()
+            if self._missing[layer] == 0:
+                self._come.notify_all()
+
+    @property
+    def ended(self) -> bool:
+        """No delivery comes any more."""
+        return self.load.done
+
+    @property
+    def begun(self) -> bool:
+        """The first layer is there: a forward pass can start and follow the load."""
+        return self._missing[self._part.first_layer] == 0
+
+    @property
+    def hopeless(self) -> bool:
+        """A forward pass should not follow it: it has failed, what still comes is being awaited; or it has stalled."""
+        return self.load.failed or self.stalled
+
+    @property
+    def silent_seconds(self) -> float:
+        """Time since the last delivery."""
+        return time.monotonic() - self._moved
+
+    def soon(self, seconds: float) -> bool:
+        """True when at the pace so far the rest comes within so many seconds."""
+        delivered = self._delivered
+        passed = time.monotonic() - self._begun
+        return delivered > 0 and passed * (self._total - delivered) <= seconds * delivered
+
+    def wait(self, layer: int) -> float:
+        """Return once this layer's KV lies in the pages; returns the seconds it took.
+
+        Raises:
+            NotArrived: it never will, or nothing has come for `STALL_SECONDS`.
+        """
+        if self.load.ready(layer):
+            return 0.0
+        begun = time.monotonic()
+        with self._come:
+            while self._missing[layer]:
+                if self.load.failed:
+                    raise NotArrived(f"stored KV of {self.order.seq.id} is not to be had")
+                if time.monotonic() - max(self._moved, begun) > STALL_SECONDS:
+                    self.stalled = True
+                    raise NotArrived(f"stored KV of {self.order.seq.id} does not come")
+                self._come.wait(LOOK_SECONDS)
+        try:
+            self.load.wait(layer)  # the last delivery is over, or about to be
+        except LoadFailed as error:
+            raise NotArrived(str(error)) from error
+        return time.monotonic() - begun
+
+    def end(self) -> int:
+        """Let nothing be delivered any more; returns how many of the sequence's first tokens have arrived whole."""
+        self.load.cancel()
+        good = self.load.good_chunks
+        return max(self.order.start, min(self.order.end, (self.first_chunk + good) * self._chunk_tokens if good else 0))
+
+    def _overlap(
+        self, planes: tuple[Any, Any], part: PartRange, record: memoryview, n_tokens: int
+    ) -> tuple[Any, Any, memoryview]:
+        """Planes and a record of the heads that the part and the group have in common; mostly all of both."""
+        own = self._part
+        first, last = max(part.first_head, own.first_head), min(part.last_head, own.last_head)
+        k, v = planes
+        if (first, last) != (own.first_head, own.last_head):
+            k, v = (x[first - own.first_head : last - own.first_head] for x in planes)
+        if (first, last) != (part.first_head, part.last_head):
+            heads = part.last_head - part.first_head
+            raw = np.frombuffer(record, np.uint8).reshape(2, heads, -1)
+            record = memoryview(raw[:, first - part.first_head : last - part.first_head].tobytes())
+        return k, v, record
+
+
+class Loads:
+    """All loads of an engine, by sequence.
+
+    Args:
+        store: starts them.
+        group: where KV goes.
+        backend: copies it there.
+        chunk_tokens: tokens of a stored chunk.
+    """
+
+    def __init__(self, store: LoadStore, group: KVGroup, backend: AttentionBackend, chunk_tokens: int) -> None:
+        self._store = store
+        self._group, self._backend = group, backend
+        self._chunk_tokens = chunk_tokens
+        self._part = part_of(group)
+        self._come = threading.Condition()
+        self._active: dict[str, PrefixLoad] = {}
+        self._plans: dict[int, list[PrefixLoad]] = {}
+        self.started = 0
+        self.failed = 0
+        self.waited = 0.0
+
+    def __len__(self) -> int:
+        return len(self._active)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._active)
+
+    def start(self, orders: Iterable[tuple[LoadOrder, Seq[FoundChunk]]]) -> None:
+        """Hand the loads of a step to the store as one batch; each order comes with the chunks it covers."""
+        batch = [
+            PrefixLoad(order, found, self._chunk_tokens, self._group, self._backend, self._come)
+            for order, found in orders
+        ]
+        if not batch:
+            return
+        self.started += len(batch)
+        loads = self._store.load_batch([(item.chunks, self._part, item.deliver) for item in batch])
+        for item, load in zip(batch, loads, strict=True):
+            item.load = load
+            self._active[item.order.seq.id] = item
+
+    def absent(self, seconds: float) -> frozenset[str]:
+        """Sequences to leave out while others can run: their KV has not come and will not come within `seconds`."""
+        return frozenset(
+            name
+            for name, item in self._active.items()
+            if not item.ended and (item.hopeless or not (item.begun and item.soon(seconds)))
+        )
+
+    def not_begun(self) -> frozenset[str]:
+        """Sequences to leave out although nothing else can run: not even their first layer has come."""
+        return frozenset(
+            name for name, item in self._active.items() if not item.ended and (item.hopeless or not item.begun)
+        )
+
+    def submit(self, plan: int, seq_ids: Iterable[str]) -> bool:
+        """Remember which loads a plan follows; False when there are none."""
+        followed = [item for item in map(self._active.get, seq_ids) if item is not None]
+        if followed:
+            self._plans[plan] = followed
+        return bool(followed)
+
+    def wait(self, plan: int, layer: int) -> None:
+        """Return once a layer's KV has come for all loads that the plan follows.
+
+        Raises:
+            NotArrived: for one of them it does not.
+        """
+        for item in self._plans.get(plan, ()):
+            self.waited += item.wait(layer)
+
+    def forget_plan(self, plan: int) -> list[PrefixLoad]:
+        """The plan is over; returns the loads it followed that have not been ended."""
+        return [item for item in self._plans.pop(plan, ()) if self._active.get(item.order.seq.id) is item]
+
+    @property
+    def online_come(self) -> bool:
+        """True when the KV of an online sequence that is in no plan yet has come."""
+        return any(
+            item.ended and item.order.seq.online and not item.order.seq.in_flight for item in self._active.values()
+        )
+
+    def ended(self) -> list[PrefixLoad]:
+        """Loads that have ended by themselves, or that died."""
+        return [item for item in self._active.values() if item.ended or item.silent_seconds > DEAD_SECONDS]
+
+    def of(self, seq_id: str) -> PrefixLoad | None:
+        """The load of a sequence."""
+        return self._active.get(seq_id)
+
+    def end(self, item: PrefixLoad) -> tuple[int, Seq[int]]:
+        """Take a load out of the set; when this returns nothing writes to its sequence's pages any more.
+
+        Returns:
+            How many of the sequence's first tokens lie in the pool, and the bytes that came from each tier.
+        """
+        tokens = item.end()
+        del self._active[item.order.seq.id]
+        if tokens < item.order.end and not item.order.seq.doomed:
+            self.failed += 1
+        return tokens, item.load.bytes_by_tier()
+
+    def rest(self, seconds: float) -> None:
+        """Return when a layer of some load has come, at the latest after so many seconds."""
+        with self._come:
+            self._come.wait(seconds)
