@@ -138,8 +138,9 @@ class Sequential(Machine):
 TestCompletion = Machine.TestCase
 TestStatic = Static.TestCase
 TestSequential = Sequential.TestCase
-for case in (TestCompletion, TestStatic, TestSequential):
-    case.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+for _case in (TestCompletion, TestStatic, TestSequential):
+    _case.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+del _case
 
 
 @given(

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from headrace.store import tier_speed
 from headrace.store.buffers import BufferPool
 from headrace.store.header import PartHeader, record_sum
 from headrace.store.layout import HEADER_BYTES, KVLayout
@@ -368,31 +369,42 @@ def test_loads_cancelled_at_random_moments_leave_nothing(world: World) -> None:
     reader.load(chunks, FULL, world.deliver).wait_all()
 
 
-def test_a_tier_that_is_down_is_left_alone_and_comes_back(world: World) -> None:
-    reader = world.reader()
-    chunks = [world.chunk(number) for number in range(6)]
+def fail_until_degraded(world: World, reader: Reader) -> FoundChunk:
     alone = world.chunk(7, tiers=(1,))
     world.tiers[1].down = True
-    reader.load(chunks, FULL, world.deliver).wait_all()
-    if not reader.degraded()[1]:  # one tier may have been too quick for the other to fail often
-        for _ in range(3):
-            with pytest.raises(LoadFailed):
-                reader.load([alone], FULL, world.deliver).wait_all()
+    for _ in range(3):
+        with pytest.raises(LoadFailed, match="slow"):
+            reader.load([alone], PartRange(0, 2, 0, 2), world.deliver).wait_all()
+    return alone
+
+
+def test_a_tier_that_is_down_is_left_alone(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tier_speed, "FIRST_PAUSE", 1e9)
+    monkeypatch.setattr(tier_speed, "LONGEST_PAUSE", 1e9)
+    reader = world.reader()
+    alone = fail_until_degraded(world, reader)
     assert reader.degraded() == (False, True)
     errors = reader.reads()[1].errors
     with pytest.raises(LoadFailed, match="slow"):
         reader.load([alone], FULL, world.deliver).wait_all()
+    reader.load([world.chunk(number) for number in range(6)], FULL, world.deliver).wait_all()
     assert reader.reads()[1].errors == errors, "it was not even asked"
+
+
+def test_a_tier_that_was_down_comes_back(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tier_speed, "FIRST_PAUSE", 0.01)
+    reader = world.reader()
+    alone = fail_until_degraded(world, reader)
     world.tiers[1].down = False
-    world.got.clear()
     while True:  # until the pause is over
+        load = reader.load([alone], FULL, world.deliver)
         try:
-            reader.load([alone], FULL, world.deliver).wait_all()
+            load.wait_all()
             break
         except LoadFailed:
-            assert reader.degraded()[1]
-            reader.wait_quiet(WAIT)
+            assert load.good_chunks == 0
     assert reader.degraded() == (False, False)
+    assert world.wrong == []
 
 
 def test_a_delivery_that_raises_fails_its_load_only(world: World) -> None:

@@ -18,9 +18,9 @@ class ActiveLoad:
         wanted: layers and heads wanted.
         n_tiers: tiers it may come from.
         deliver: who gets the records.
-        changed: on the reader's lock.
-        hasten: tells the reader that somebody waits; called with the lock held.
-        take_back: tells the reader to cancel units; called with the lock held.
+        lock: the reader's.
+        hasten: tells the reader that somebody waits; called with its lock held.
+        take_back: tells the reader to cancel units; called with its lock held.
     """
 
     def __init__(
@@ -30,14 +30,17 @@ class ActiveLoad:
         wanted: PartRange,
         n_tiers: int,
         deliver: Deliver,
-        changed: threading.Condition,
+        lock: threading.Lock,
         hasten: Callable[["ActiveLoad"], None],
         take_back: Callable[[list[ReadUnit[Layers]]], None],
     ) -> None:
         self.number = number
         self.deliver = deliver
         self.units: list[ReadUnit[Layers]] = []
-        self._changed = changed
+        self._lock = lock
+        # Of its own: who waits has nothing to do with the lock that all reading threads are after. What it waits for
+        # is changed before it is looked at whether somebody waits, and looked at after it is said that one does.
+        self._changed = threading.Condition(threading.Lock())
         self._hasten = hasten
         self._take_back = take_back
         self._layer_left = [0] * wanted.last_layer
@@ -96,29 +99,35 @@ class ActiveLoad:
 
         Not to be called in `deliver`.
         """
-        with self._changed:
+        with self._lock:
             if self._units_left:
-                self.lose(0, "the load was cancelled", failed=False)
-            self._waiting += 1
-            while self._units_left:
-                self._changed.wait()
-            self._waiting -= 1
+                self._lose(0, "the load was cancelled")
+        self._sleep(lambda: self.done)
 
     def bytes_by_tier(self) -> tuple[int, ...]:
         """Bytes delivered so far, by tier number (the winners' only)."""
         return tuple(self._bytes)
 
     def _wait(self, fulfilled: Callable[[], bool]) -> None:
-        with self._changed:
-            if not self._hastened and self._units_left:
+        if not self._hastened:
+            with self._lock:
                 self._hastened = True
                 self._hasten(self)
+        self._sleep(lambda: fulfilled() or self.done)
+        if not fulfilled():
+            raise LoadFailed(self._good, self._why) from self._cause
+
+    def _sleep(self, until: Callable[[], bool]) -> None:
+        with self._changed:
             self._waiting += 1
-            while not fulfilled() and self._units_left:
+            while not until():
                 self._changed.wait()
             self._waiting -= 1
-            if not fulfilled():
-                raise LoadFailed(self._good, self._why) from self._cause
+
+    def _wake(self) -> None:
+        if self._waiting:
+            with self._changed:
+                self._changed.notify_all()
 
     # What the reader tells, with the lock held.
 
@@ -145,40 +154,45 @@ class ActiveLoad:
             complete |= not self._layer_left[layer]
         self._chunk_left[source.chunk] -= last - first
         self._bytes[tier] += unit.nbytes
-        self._units_left -= 1
-        if not self._units_left:
-            self.units = []
         self._advance()
-        if self._waiting and (complete or not self._units_left):
-            self._changed.notify_all()
+        self._close(1)
+        if complete or not self._units_left:
+            self._wake()
 
     def undelivered(self, unit: ReadUnit[Layers], error: Exception) -> None:
         """A unit was read but could not be delivered: a fault of whoever asked."""
-        self._units_left -= 1
         self._cause = self._cause or error
-        self.lose(unit.what[0].chunk, f"records could not be delivered: {error}")
+        self.lost(unit, f"records could not be delivered: {error}")
 
     def lost(self, unit: ReadUnit[Layers], why: str) -> None:
         """A unit can be had from no tier."""
-        self._units_left -= 1
-        self.lose(unit.what[0].chunk, why)
+        self._failed = True
+        self._lose(unit.what[0].chunk, why)
+        self._close(1)
+        self._wake()
 
-    def lose(self, chunk: int, why: str, failed: bool = True) -> None:
-        """Give up this chunk and all after it."""
-        self._failed |= failed
-        if self._lost is None or chunk < self._lost:
-            self._lost, self._why = chunk, why
-            open_units = [
-                unit
-                for unit in self.units
-                if unit.what[0].chunk >= chunk and unit.state in (State.PENDING, State.READING)
-            ]
-            self._units_left -= len(open_units)
-            self._take_back(open_units)
-            if not self._units_left:
-                self.units = []
-        if self._waiting:
-            self._changed.notify_all()
+    def give_up(self, why: str) -> None:
+        """Nobody will read this load any more."""
+        self._failed = True
+        self._lose(0, why)
+        self._wake()
+
+    def _lose(self, chunk: int, why: str) -> None:
+        """Do without this chunk and all after it."""
+        if self._lost is not None and chunk >= self._lost:
+            return
+        self._why, self._lost = why, chunk
+        open_units = [
+            unit for unit in self.units if unit.what[0].chunk >= chunk and unit.state in (State.PENDING, State.READING)
+        ]
+        self._take_back(open_units)
+        self._close(len(open_units))
+
+    def _close(self, units: int) -> None:
+        """So many units have met their fate. Last of all changes: those who wait look at this without the lock."""
+        self._units_left -= units
+        if not self._units_left:
+            self.units = []
 
     def _advance(self) -> None:
         while self._good < len(self._chunk_left) and not self._chunk_left[self._good]:

@@ -24,6 +24,10 @@ class StaticPool(ReadPool[What]):
         self._weights = tuple(weights or [1.0] * len(depths))
         self._given = [0.0] * len(depths)
 
+    def _admit(self, units: Sequence[ReadUnit[What]]) -> None:
+        for unit in units:
+            self._queue(unit)
+
     def _allowed(self, unit: ReadUnit[What], able: int) -> int:
         up = able & ~self._paused
         tiers = [tier for tier in range(len(self._given)) if up >> tier & 1]

@@ -14,7 +14,7 @@ comes up. So a unit costs a push and a pop, whatever else is pending.
 """
 
 import heapq
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 from enum import Enum
 from typing import Generic, TypeVar
@@ -79,9 +79,9 @@ class ReadUnit(Generic[What]):
         self.what = what
         self.state = State.PENDING
         self.failed = 0  # tiers that could not
-        self.allowed = 0  # tiers that may take it; names the heap it is in
-        self.rank: Rank = (0, 0, 0)
         self.attempts: list[Attempt[What]] | None = None
+        self.allowed: int  # tiers that may take it; names the heap it is in
+        self.rank: Rank
 
 
 class Attempt(Generic[What]):
@@ -151,15 +151,19 @@ class ReadPool(Generic[What]):
         self._batch += 1
         for tier in range(len(self._depths)):
             self._unpause(tier, now)
+        batch, added = self._batch, self._added
+        owner: int | None = None
+        owned: list[ReadUnit[What]] = []
         for unit in units:
-            self._added += 1
-            unit.rank = (self._batch, unit.order, self._added)
-            owned = self._owners.get(unit.owner)
-            if owned is None:
-                owned = self._owners[unit.owner] = []
-                self._left[unit.owner] = 0
+            added += 1
+            unit.rank = (batch, unit.order, added)
+            if unit.owner != owner:
+                owner = unit.owner
+                owned = self._owners.setdefault(owner, [])
             owned.append(unit)
-            self._left[unit.owner] += 1
+        self._added = added
+        for owner, count in Counter([unit.owner for unit in units]).items():
+            self._left[owner] = self._left.get(owner, 0) + count
         self._admit(units)
 
     def take(self, tier: int, now: float) -> Attempt[What] | None:
@@ -276,8 +280,14 @@ class ReadPool(Generic[What]):
 
     def _admit(self, units: Sequence[ReadUnit[What]]) -> None:
         """Queue new units."""
+        heaps, up, push = self._heaps, self._everyone & ~self._paused, heapq.heappush
         for unit in units:
-            self._queue(unit)
+            holders = unit.holders
+            if holders & up and holders in heaps:
+                unit.allowed = holders
+                push(heaps[holders], (unit.rank, unit))
+            else:
+                self._queue(unit)
 
     def _allowed(self, unit: ReadUnit[What], able: int) -> int:
         """Which of the tiers that are able to read a unit may take it."""

@@ -197,9 +197,8 @@ class Reader:
     ) -> ActiveLoad:
         """A load and its units; counts units by who holds them."""
         number = next(self._numbers)
-        changed = threading.Condition(self._lock)
         load = ActiveLoad(
-            number, len(chunks), wanted, len(self._tiers), deliver, changed, self._hasten, self._take_back
+            number, len(chunks), wanted, len(self._tiers), deliver, self._lock, self._hasten, self._take_back
         )
         layers: defaultdict[tuple[int, int], int] = defaultdict(int)
         chunk_layers = [0] * len(chunks)
@@ -240,10 +239,13 @@ class Reader:
     def _settle(self) -> None:
         """Tell loads what the pool lost, and the writer when nothing is left. With the lock held."""
         for unit in self._pool.pop_lost():
-            names = ", ".join(tier.name for number, tier in enumerate(self._tiers) if unit.holders >> number & 1)
-            unit.what[0].load.lost(unit, f"part {unit.what[0].part.name} cannot be had from {names or 'any tier'}")
+            self._lose(unit)
         if not self._pool.busy:
             self._quiet.set()
+
+    def _lose(self, unit: ReadUnit[Layers]) -> None:
+        names = ", ".join(tier.name for number, tier in enumerate(self._tiers) if unit.holders >> number & 1)
+        unit.what[0].load.lost(unit, f"part {unit.what[0].part.name} cannot be had from {names}")
 
     def _wake(self, number: int, units: int) -> None:
         """Wake as many idle threads as there are units, start more if need be. With the lock held."""
@@ -330,8 +332,7 @@ class Reader:
         reads.errors += 1
         reads.wrong += outcome is Outcome.WRONG
         if verdict is Verdict.LOST:
-            source = unit.what[0]
-            source.load.lost(unit, f"part {source.part.name} cannot be had from any tier that should have it")
+            self._lose(unit)
         self._settle()
         # Others may take what this one could not, or what its tier was to read before it was paused.
         for number, other in enumerate(self._tiers):
@@ -366,7 +367,7 @@ class Reader:
     def _give_up(self) -> None:
         """Fail what nobody will read any more. With the lock held."""
         for unit in self._pool.owned():
-            unit.what[0].load.lose(0, "the store is closed")
+            unit.what[0].load.give_up("the store is closed")
 
 
 def buffer_bytes(layout: KVLayout, unit_bytes: int = UNIT_BYTES) -> int:
