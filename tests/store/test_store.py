@@ -212,6 +212,27 @@ def test_a_copy_is_verified_on_the_way(tmp_path: Path) -> None:
     store.close()
 
 
+def test_a_stream_that_reuses_little_writes_no_more_than_one_tier_would(tmp_path: Path) -> None:
+    written = {}
+    for mode in ("auto", "one"):
+        store = KVStore(LAYOUT, two_tiers(tmp_path / mode), StoreSettings(replication=mode))  # type: ignore[arg-type]
+        for number in range(300):
+            if number == 200:
+                before = store.stats().written_bytes
+            keys = store.keys(tokens(number if number % 25 else max(0, number - 100), 2))
+            found = load(store, keys)
+            for chunk in range(len(found), 2):
+                save(store, keys[chunk], chunk)
+            assert store.flush(30)
+        stats = store.stats()
+        written[mode] = stats.written_bytes - before
+        assert stats.hit_chunks > 0
+        assert stats.copied_parts == 0
+        assert stats.write_amplification == 1
+        store.close()
+    assert 0 < written["auto"] <= written["one"]
+
+
 def test_a_tier_keeps_to_its_capacity(tmp_path: Path) -> None:
     store = KVStore(LAYOUT, two_tiers(tmp_path, capacity=8 * PART)[:1])
     for seed in range(8):

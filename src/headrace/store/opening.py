@@ -78,10 +78,14 @@ def configured_tiers(specs: Sequence[str]) -> list[Tier]:
 
 
 def default_memory() -> str | None:
-    """The memory tier where none is named: up to 1 GiB, a tenth of free memory, and half of what /dev/shm has free."""
+    """The memory tier where none is named: up to 1 GiB, a tenth of free memory, and half of what /dev/shm has free.
+
+    As with the `dir` tier, what lies there already counts as free.
+    """
     if not SHARED_MEMORY.is_dir():
         return None
-    shared = shutil.disk_usage(SHARED_MEMORY).free // 2
+    held = folder_bytes(SHARED_MEMORY / f"headrace-{os.geteuid()}")
+    shared = (shutil.disk_usage(SHARED_MEMORY).free + held) // 2
     room = min(MOST_MEMORY, int(SHARE * psutil.virtual_memory().available), shared)
     return f"memory:{room >> 20}MiB" if room >= LEAST else None
 

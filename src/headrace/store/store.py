@@ -82,6 +82,7 @@ class KVStore:
         self._policy = ReplicationPolicy(len(tiers), settings.replication, settings.ttl)
         self._weight = 0.0  # of the chunks saved lately, seconds
         self._meters = [MeteredTier(tier) for tier in tiers]
+        self._reader = Reader(self._meters, layout, settings.read_policy, on_bad=self._bad)
         try:
             for tier in tiers:
                 self._catalogs.append(open_catalog(tier, time_to_live=settings.ttl))
@@ -89,7 +90,6 @@ class KVStore:
             for catalog in self._catalogs:
                 catalog.close()
             raise
-        self._reader = Reader(self._meters, layout, settings.read_policy, on_bad=self._bad)
         self._gate = WriteGate(self._reader.wait_quiet, settings.idle_seconds)
         self._writer = DeferredWriter(
             layout, tiers, self._catalogs, settings.write_queue, self._gate, self._unsaved, self._wrong

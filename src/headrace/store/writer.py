@@ -220,6 +220,8 @@ class DeferredWriter:
             if work.reached:
                 self.events["copied" if work.source is not None else "saved"] += 1
                 self.events["saved_bytes"] += work.nbytes if work.source is None else 0
+            elif work.source is not None:
+                self.events["copies_failed"] += 1
             elif work.cancelled:
                 self.events["cancelled"] += 1
             elif not work.refused:
