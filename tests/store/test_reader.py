@@ -382,12 +382,13 @@ def test_a_tier_that_is_down_is_left_alone(world: World, monkeypatch: pytest.Mon
     monkeypatch.setattr(tier_speed, "FIRST_PAUSE", 1e9)
     monkeypatch.setattr(tier_speed, "LONGEST_PAUSE", 1e9)
     reader = world.reader()
+    chunks = [world.chunk(number) for number in range(6)]
     alone = fail_until_degraded(world, reader)
     assert reader.degraded() == (False, True)
     errors = reader.reads()[1].errors
     with pytest.raises(LoadFailed, match="slow"):
         reader.load([alone], FULL, world.deliver).wait_all()
-    reader.load([world.chunk(number) for number in range(6)], FULL, world.deliver).wait_all()
+    reader.load(chunks, FULL, world.deliver).wait_all()
     assert reader.reads()[1].errors == errors, "it was not even asked"
 
 
