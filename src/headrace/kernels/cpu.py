@@ -26,7 +26,7 @@ _SOURCES = ("vectors.py", "memory.py", "tiles.py", "tile_rows.py", "paged.py", "
 _LOG2_E = 1.4426950408889634
 _ELEMENTS = {"float32": np.float32, "bfloat16": np.uint16, "float16": np.int16}
 _PAGE_SIZES = (8, 16, 32, 64, 128, 256)
-_SERIAL_ELEMENTS = 1 << 15
+_SERIAL_ELEMENTS = 1 << 12
 """Writes of fewer elements than this are not worth waking other threads."""
 
 
