@@ -128,8 +128,8 @@ def test_a_scan_finds_all_parts_and_their_sizes_and_nothing_else(tier: FileTier)
     assert {e.part: e.used_at for e in tier.scan()}[part_id(3)] == before
     load(tier, part_id(3), 0, ALIGNMENT)
     assert {e.part: e.used_at for e in tier.scan()}[part_id(3)] > before
-    with pytest.raises(TierError):
-        load(tier, part_id(50))  # links are not followed
+    with pytest.raises(TierError, match="symbolic links"):
+        load(tier, part_id(50), 0, ALIGNMENT)
 
 
 def test_folders_and_files_are_the_users_alone(tier: FileTier) -> None:
@@ -310,7 +310,10 @@ def test_the_page_cache_is_left_alone(tmp_path: Path, direct: bool) -> None:
     path = tier._files.file(part)
     store(tier, part)
     assert load(tier, part) == content(part)
-    assert not cached(path)  # asked once only: asking may make the system read ahead
+    # Each is asked once only: asking may make the system read ahead.
+    assert not cached(path)
+    store(tier, part_id(2))
+    assert not cached(tier._files.file(part_id(2)))
     assert Path(path).read_bytes() == content(part)
     assert cached(path)
 

@@ -136,6 +136,13 @@ def test_a_folder_is_given_once_only(tmp_path: Path, home: Path) -> None:
     assert not (tmp_path / "a").exists()
 
 
+def test_memory_tiers_must_fit_together(home: Path) -> None:
+    room = os.statvfs("/dev/shm")
+    each = room.f_blocks * room.f_frsize // 2 + 4096
+    with pytest.raises(ConfigError, match="together exceed"):
+        build_tiers([f"memory:{each}", f"memory:{each}"], home)
+
+
 def test_a_default_store_needs_nothing_but_a_home(home: Path) -> None:
     (tier,) = build_tiers([f"dir:{home / 'kv'}:1GiB"], home)
     store(tier, part_id(1))

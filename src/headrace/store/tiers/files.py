@@ -3,8 +3,9 @@
 import contextlib
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TypeVar
 
 from headrace.store.part import PartId
 from headrace.store.tiers.folder import TierFolder
@@ -13,9 +14,11 @@ from headrace.store.tiers.temporary import remove_abandoned
 from headrace.store.tiers.tier import PartMissing, Scanned, Scope, TierError
 from headrace.store.tiers.writer import FilePartWriter
 
-_READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NOATIME
+_READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC
 #: How exactly a file's time says when it was last read; it costs a write to the file system each time.
 _USED_SECONDS = 60.0
+
+T = TypeVar("T")
 
 
 class FileTier:
@@ -72,8 +75,9 @@ class FileTier:
 
     def delete(self, part: PartId) -> None:
         """See `Tier.delete`."""
+        path = self._files.file(part)
         try:
-            os.unlink(self._files.file(part))
+            self._again_if_present(lambda: os.unlink(path))
         except FileNotFoundError as error:
             if not self._files.present:
                 raise tier_error(self.name, f"deleting {part.name}", error) from error
@@ -96,17 +100,22 @@ class FileTier:
     def _open(self, part: PartId) -> int:
         path = self._files.file(part)
         try:
-            try:
-                return os.open(path, self._flags)
-            except PermissionError:
-                # O_NOATIME is for owners only.
-                return os.open(path, self._flags & ~os.O_NOATIME)
+            return self._again_if_present(lambda: os.open(path, self._flags))
         except FileNotFoundError as error:
             if self._files.present:
                 raise PartMissing(f"tier {self.name}: there is no {part.name}") from error
             raise tier_error(self.name, f"opening {part.name}", error) from error
         except OSError as error:
             raise tier_error(self.name, f"opening {part.name}", error) from error
+
+    def _again_if_present(self, call: Callable[[], T]) -> T:
+        try:
+            return call()
+        except FileNotFoundError:
+            # Was it the part that was not there, or the whole folder, which has come back since?
+            if not self._files.present:
+                raise
+            return call()
 
 
 def read_fully(fd: int, offset: int, into: memoryview) -> None:
@@ -119,9 +128,8 @@ def read_fully(fd: int, offset: int, into: memoryview) -> None:
     done = 0
     while done < len(into):
         count = os.preadv(fd, [into[done:]], offset + done)
-        if count == 0 or (count < len(into) - done and count % 4096):
-            # A direct read that stops off a border has met the end; from there it could not go on anyway.
-            raise EOFError(f"{done + count} bytes at {offset}, wanted {len(into)}")
+        if count == 0:
+            raise EOFError(f"{done} bytes at {offset}, wanted {len(into)}")
         done += count
 
 

@@ -7,6 +7,7 @@
 A throttled tier's rates hold for their durations, one after the other, over and over.
 """
 
+import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from pathlib import Path
 from headrace.core.errors import ConfigError
 from headrace.core.settings import format_duration, format_size, nearest, parse_duration, parse_size
 from headrace.store.tiers.dir import DirTier
-from headrace.store.tiers.memory import MemoryTier
+from headrace.store.tiers.memory import SHARED_MEMORY, MemoryTier
 from headrace.store.tiers.rates import Steps
 from headrace.store.tiers.throttled import ThrottledTier
 from headrace.store.tiers.tier import Scope, Tier
@@ -130,6 +131,7 @@ def build_tiers(specs: Sequence[str], home: Path) -> list[Tier]:
     for path in paths:
         if paths.count(path) > 1:
             raise ConfigError(f"folder {path} is given as a tier twice; keep one")
+    _check_memory(sum(spec.capacity for spec in parsed if spec.kind == "memory"))
     store = blake2b(str(home.expanduser().resolve()).encode(), digest_size=8).hexdigest()
     tiers: list[Tier] = []
     memories = 0
@@ -146,6 +148,18 @@ def build_tiers(specs: Sequence[str], home: Path) -> list[Tier]:
             tier = ThrottledTier(tier, how.bandwidth, how.latency, how.depth, how.write)
         tiers.append(tier)
     return tiers
+
+
+def _check_memory(total: int) -> None:
+    # Each tier looks at what is free, which does not tell it of the others that are still empty.
+    if not total or not SHARED_MEMORY.is_dir():
+        return
+    found = os.statvfs(SHARED_MEMORY)
+    size = found.f_blocks * found.f_frsize
+    if total > size:
+        raise ConfigError(
+            f"memory tiers of {format_size(total)} together exceed the {format_size(size)} of {SHARED_MEMORY}; give less"
+        )
 
 
 def _capacity(text: str, size: str) -> int:
