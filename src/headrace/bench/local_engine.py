@@ -56,6 +56,7 @@ class LocalEngine:
 
         self.config = config
         parts = build(config, progress)
+        self.decoder = parts.decoder
         self.shape: ModelShape = cost_shape(parts.decoder.shape, parts.group.shape)
         self.engine = Engine(config, parts)
         self._runs = 0

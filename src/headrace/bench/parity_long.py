@@ -12,6 +12,7 @@ from headrace.bench.parity_prompts import random_prompts
 from headrace.bench.parity_reference import Reference
 from headrace.bench.tiny_models import VOCABULARY, save
 from headrace.core.config import EngineConfig
+from headrace.model.memory import step_bytes
 
 CONTEXT = 65536
 
@@ -21,7 +22,7 @@ def check_long(folder: Path, config: EngineConfig, length: int, outputs: int) ->
 
     Returns:
         The outcome, and bytes: what the run added to resident memory beyond what stood before the engine was built, and
-        what was predicted (weights, and the KV of the pages in use).
+        what was predicted: weights, the KV of the pages in use, position tables, one step's activations.
     """
     save("llama", folder, max_position_embeddings=CONTEXT, rope_parameters={"rope_type": "default", "rope_theta": 1e6})
     model = replace(config.model, model=str(folder), dtype="float32", tokenizer=None, max_model_len=0)
@@ -39,7 +40,12 @@ def check_long(folder: Path, config: EngineConfig, length: int, outputs: int) ->
     run = engine.run(batch)
     grown = process.memory_info().rss - before
     used_pages = -(-(length + outputs) // engine.info.page_size)
-    predicted = engine.info.weight_bytes + used_pages * (engine.info.kv_bytes // engine.info.pages)
+    predicted = (
+        engine.info.weight_bytes
+        + used_pages * (engine.info.kv_bytes // engine.info.pages)
+        + engine.decoder.table_bytes
+        + step_bytes(engine.decoder.shape, sized.scheduler.max_num_batched_tokens)
+    )
     del engine
     verdict = Reference(folder).judge(batch[0].prompt, run.outputs[batch[0].custom_id])
     return (

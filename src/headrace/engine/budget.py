@@ -8,7 +8,7 @@ class StepBudget:
     """Counts what a plan under construction holds and says how many prefill tokens still fit.
 
     With `itl_target`, prefill beside an online decode token is limited to what keeps the predicted step within the
-    target; the prediction is corrected by what the steps before really took.
+    target; the prediction is corrected by what the steps before really took and by how much they scattered.
     """
 
     def __init__(self, config: SchedulerConfig, model: StepTimeModel | None) -> None:
@@ -34,7 +34,7 @@ class StepBudget:
         if not self._target or not self._streaming or self._model is None:
             return True
         predicted = self._model.seconds(self._load + self._model.decode(context))
-        return predicted * self._correction.factor <= self._target
+        return predicted * self._correction.cautious <= self._target
 
     def add_decode(self, context: int, online: bool) -> None:
         """Count a decode token whose context, itself included, has so many tokens."""
@@ -54,7 +54,7 @@ class StepBudget:
         most = min(remaining, self._most - self._tokens)
         if most <= 0 or not self._target or not self._streaming or self._model is None:
             return max(0, most)
-        target = self._target / self._correction.factor
+        target = self._target / self._correction.cautious
         fits = self._model.prefill_that_fits(target, self._load, start, most)
         if fits == 0 and self._load.attention_flops == 0:
             return min(most, MINIMUM_CHUNK)  # a target that cannot be met must not starve prompts

@@ -32,7 +32,8 @@ class ArgumentTables:
     """What every layer is given, as a function of the rows' positions.
 
     Transformers computes a step's rotary tables (and nothing else) from its positions. They are computed once for
-    positions 0..n, by the model's own code, and looked up per step; n doubles when a longer sequence comes.
+    positions 0..n, by the model's own code and some positions at a time (it makes hidden states for them), and looked
+    up per step; n doubles when a longer sequence comes.
 
     Args:
         record: the way to the model's own arguments.
@@ -47,6 +48,7 @@ class ArgumentTables:
         self._tables: list[Tensor] = []
         self._plans: list[Call] = []
         self._plan_of: list[int] = []
+        self._rows = 0
         # On other devices the greatest position of a step is not known without waiting for it.
         self._grow(min(_FIRST_ROWS, longest) if device.type == "cpu" else longest)
         self._check()
@@ -61,24 +63,40 @@ class ArgumentTables:
         made = [_fill(plan, looked_up, positions[None]) for plan in self._plans]
         return [made[plan] for plan in self._plan_of]
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tables now."""
+        return sum(table.nbytes for table in self._tables)
+
     def _grow(self, rows: int) -> bool:
-        positions = torch.arange(rows, device=self._device)
-        if self._tables:
-            bytes_ = sum(table.nbytes // table.shape[1] for table in self._tables) * rows
-            if bytes_ > _TABLE_BYTES:
-                return False
-        calls = self._record(positions)
+        if self._rows and self.nbytes // self._rows * rows > _TABLE_BYTES:
+            return False
+        blocks: list[list[Tensor]] = []
+        for start in range(self._rows, rows, _FIRST_ROWS):
+            positions = torch.arange(start, min(start + _FIRST_ROWS, rows), device=self._device)
+            blocks.append(self._read(positions))
+        kept = [[table] for table in self._tables] or [[] for _ in blocks[0]]
+        if any(len(block) != len(kept) for block in blocks):
+            raise ValueError("the layers' arguments differ in number from position to position")
+        self._tables = [torch.cat([*old, *new], 1) for old, new in zip(kept, zip(*blocks, strict=True), strict=True)]
+        self._rows = rows
+        return True
+
+    def _read(self, positions: Tensor) -> list[Tensor]:
+        """What the model gives its layers at some positions, as rows of tables; the plans are those of every block."""
         tables: list[Tensor] = []
         seen: dict[int, Any] = {}
         plans: list[Call] = []
-        self._plan_of = []
-        for call in calls:
+        plan_of = []
+        for call in self._record(positions):
             plan = _template(call, positions, tables, seen)
             if plan not in plans:
                 plans.append(plan)
-            self._plan_of.append(plans.index(plan))
-        self._tables, self._plans, self._rows = tables, plans, rows
-        return True
+            plan_of.append(plans.index(plan))
+        if self._plan_of and (plans, plan_of) != (self._plans, self._plan_of):
+            raise ValueError("the layers' arguments differ in kind from position to position")
+        self._plans, self._plan_of = plans, plan_of
+        return tables
 
     def _check(self) -> None:
         """The tables say what the model says at scattered positions."""

@@ -128,6 +128,11 @@ class Decoder:
         assert hidden is not None
         return hidden
 
+    @property
+    def table_bytes(self) -> int:
+        """Bytes of the tables from which the layers' arguments are looked up; they grow with the longest sequence."""
+        return self._tables.nbytes if self._tables is not None else 0
+
     def _record_calls(self, positions: Tensor) -> list[Call]:
         """Each layer's arguments at these positions; they do not depend on tokens (`probe` has made sure)."""
         return self._record(Recording(), positions, input_ids=torch.zeros_like(positions)[None]).calls

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from headrace.core.errors import ModelError
+from headrace.model.shape import ModelShape
 
 #: Interpreter, torch and Transformers with their code, before any weight.
 RUNTIME_BYTES = 700 << 20
@@ -30,6 +31,13 @@ class MemoryEstimate:
     file_bytes: int
     weight_bytes: int
     peak_bytes: int
+
+
+def step_bytes(shape: ModelShape, tokens: int) -> int:
+    """Bytes of the activations of a step of so many tokens at their peak, in one layer: the residual stream twice, the
+    norm's output, q, k, v and the attention's output, and the MLP's inner rows with gate and up beside them."""
+    width = 3 * shape.hidden + 2 * (shape.heads + shape.kv_heads) * shape.head_dim + 3 * shape.intermediate
+    return tokens * width * shape.itemsize
 
 
 def weight_files(path: Path) -> list[Path]:

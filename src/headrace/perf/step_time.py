@@ -92,10 +92,14 @@ class Correction:
 
     A profile comes from an idle machine and a few shapes; the factor absorbs what it could not know. It is bounded so
     that one stalled step does not make the scheduler timid for long.
+
+    Attributes:
+        factor: measured / predicted.
+        deviation: mean absolute distance of a step's ratio from the factor.
     """
 
     def __init__(self, weight: float = 0.1, lowest: float = 0.25, highest: float = 4.0) -> None:
-        self.factor = 1.0
+        self.factor, self.deviation = 1.0, 0.0
         self._weight, self._lowest, self._highest = weight, lowest, highest
 
     def observe(self, predicted: float, measured: float) -> None:
@@ -103,4 +107,10 @@ class Correction:
         if predicted <= 0 or measured <= 0:
             return
         ratio = min(self._highest, max(self._lowest, measured / predicted))
+        self.deviation += self._weight * (abs(ratio - self.factor) - self.deviation)
         self.factor += self._weight * (ratio - self.factor)
+
+    @property
+    def cautious(self) -> float:
+        """A factor that most steps stay below: what a step that must meet a target is multiplied by."""
+        return self.factor + self.deviation
