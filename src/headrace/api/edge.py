@@ -111,6 +111,7 @@ class Exchange:
                     "ttft": None if meter.ttft is None else round(meter.ttft, 4),
                     "prompt_tokens": meter.prompt_tokens,
                     "cached_tokens": meter.cached_tokens,
+                    "cached_by_source": meter.cached_by_source,
                     "output_tokens": meter.output_tokens,
                     "finish": meter.finish,
                 },

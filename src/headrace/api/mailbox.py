@@ -120,5 +120,6 @@ def merge(deltas: list[TextDelta]) -> TextDelta:
         tokens=[token for delta in deltas for token in delta.tokens],
         logprobs=logprobs if deltas[0].logprobs is not None else None,
         cached_tokens=max(delta.cached_tokens for delta in deltas),
+        cached_by_source=next((delta.cached_by_source for delta in deltas if delta.cached_by_source), None),
         prompt_logprobs=deltas[0].prompt_logprobs,
     )

@@ -25,6 +25,7 @@ class Meter:
         ttft: seconds to the first token, once there.
         prompt_tokens: of all prompts.
         cached_tokens: of them, those not computed.
+        cached_by_source: these by where their KV came from: `pool`, or a tier of the KV store.
         output_tokens: of all sequences.
         finish: how the last sequence ended.
     """
@@ -34,6 +35,7 @@ class Meter:
     ttft: float | None = None
     prompt_tokens: int = 0
     cached_tokens: int = 0
+    cached_by_source: dict[str, int] = field(default_factory=dict)
     output_tokens: int = 0
     finish: str | None = None
     _sequences: dict[tuple[int, int], Sequence] = field(default_factory=dict)
@@ -70,4 +72,6 @@ class Meter:
             self._prompts[prompt] = delta.prompt_tokens
             self.prompt_tokens += delta.prompt_tokens
             self.cached_tokens += delta.cached_tokens
+            for source, tokens in (delta.cached_by_source or {}).items():
+                self.cached_by_source[source] = self.cached_by_source.get(source, 0) + tokens
             self.metrics.prompt.observe(delta.prompt_tokens)

@@ -6,6 +6,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
 
+from headrace.api.store_metrics import store_metrics
 from headrace.core.events import EngineStats
 
 CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4
@@ -105,11 +106,28 @@ class _EngineCollector:
             "abandoned_steps": ("Offline steps given up for online work.", stats.abandoned_total),
             "steps": ("Forward passes completed.", stats.steps_total),
             "step_seconds": ("Time spent in forward passes.", stats.step_seconds_total),
+            "store_loads": ("Stored prefixes asked for.", stats.loads_total),
+            "store_loads_failed": ("Loads of which some was missing or wrong, and computed.", stats.loads_failed_total),
+            "store_load_wait_seconds": ("Time forward passes waited for KV.", stats.load_wait_seconds_total),
         }
         for name, (help, value) in counters.items():
             family = CounterMetricFamily(f"headrace:{name}", help, labels=_MODEL)
             family.add_metric((self._model,), value)
             yield family
+        yield self._by_source(stats)
+        if stats.store:
+            yield from store_metrics(self._model, stats)
+
+    def _by_source(self, stats: EngineStats) -> Metric:
+        family = CounterMetricFamily(
+            "headrace:prompt_tokens_by_source",
+            "Prompt tokens of admitted sequences by where their KV came from; they add up to prompt_tokens.",
+            labels=(*_MODEL, "source"),
+        )
+        computed = stats.prompt_tokens_total - stats.hit_tokens_total
+        for source, tokens in {"computed": computed, "pool": 0, **stats.hit_tokens_by_source}.items():
+            family.add_metric((self._model, source), tokens)
+        return family
 
     def _gauge(self, name: str, help: str, value: float) -> Metric:
         family = GaugeMetricFamily(f"headrace:{name}", help, labels=_MODEL)

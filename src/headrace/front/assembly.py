@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from headrace.core.events import Delta
 from headrace.core.sampling import SamplingParams
-from headrace.front.output import Completion, TextDelta
+from headrace.front.output import CompletionOutput, TextDelta
 from headrace.front.stop import StopBuffer, StopSet
 from headrace.front.tokenizer import Tokenizer
 
@@ -44,6 +44,7 @@ class SequenceText:
         self._stop = StopBuffer(context.stops, context.params.include_stop_str_in_output) if context.stops else None
         self._count = 0
         self._cached = 0
+        self._cached_by_source: dict[str, int] | None = None
         self.finished = False
 
     def push(self, delta: Delta) -> TextDelta:
@@ -53,6 +54,7 @@ class SequenceText:
         caller then aborts the engine's request. Tokens after the one that completed it are dropped.
         """
         self._cached = max(self._cached, delta.cached_tokens)
+        self._cached_by_source = self._cached_by_source or delta.cached_by_source
         finish = delta.finish
         stop_reason: str | int | None = None if delta.stop_token in self._context.eos else delta.stop_token
         visible = len(delta.tokens) - (1 if self._hides_last(delta) else 0)
@@ -82,6 +84,7 @@ class SequenceText:
             cached_tokens=self._cached,
             prompt_logprobs=delta.prompt_logprobs,
             error=delta.error,
+            cached_by_source=self._cached_by_source,
         )
 
     def _scan(self, text: str) -> str:
@@ -99,11 +102,11 @@ class SequenceText:
         )
 
 
-def append(completion: Completion, delta: TextDelta) -> None:
+def append(completion: CompletionOutput, delta: TextDelta) -> None:
     """Join the next delta of a sequence to what is there of it."""
     completion.text += delta.text
-    completion.tokens += delta.tokens
+    completion.token_ids += delta.tokens
     if delta.logprobs is not None:
         completion.logprobs = (completion.logprobs or []) + delta.logprobs
     if delta.finish is not None:
-        completion.finish, completion.stop_reason, completion.error = delta.finish, delta.stop_reason, delta.error
+        completion.finish_reason, completion.stop_reason, completion.error = delta.finish, delta.stop_reason, delta.error

@@ -16,7 +16,7 @@ from headrace.front.admission import Admission
 from headrace.front.assembly import SequenceText, append
 from headrace.front.launch import load_front
 from headrace.front.options import Prompt, as_prompts, encode_prompt, engine_config, plain_defaults
-from headrace.front.output import Completion, RequestOutput
+from headrace.front.output import CompletionOutput, RequestOutput
 from headrace.front.tokenizer import Tokenizer
 
 
@@ -71,6 +71,10 @@ class LLM:
     @property
     def tokenizer(self) -> Tokenizer:
         """The model's tokenizer."""
+        return self._tokenizer
+
+    def get_tokenizer(self) -> Tokenizer:
+        """The tokenizer (vLLM's name for it)."""
         return self._tokenizer
 
     @property
@@ -173,14 +177,14 @@ class LLM:
         for (text, tokens), wanted in zip(given, checked, strict=True):
             self._count += 1
             output = RequestOutput(f"{id(self):x}-{self._count}", text, tokens, [])
-            output.completions = [Completion(i) for i in range(wanted.n)]
+            output.outputs = [CompletionOutput(i) for i in range(wanted.n)]
             jobs.append(_Job(output, wanted))
 
         def requests() -> Iterator[tuple[Request, SequenceText, _Job]]:
             for job in jobs:
                 output = job.output
                 for request, text in self._admission.split(
-                    output.prompt_tokens, job.params, output.request_id, "online", priority, cache_salt
+                    output.prompt_token_ids, job.params, output.request_id, "online", priority, cache_salt
                 ):
                     yield request, text, job
 
@@ -237,12 +241,12 @@ class _Job:
 
     @property
     def done(self) -> bool:
-        return self.finished == len(self.output.completions)
+        return self.finished == len(self.output.outputs)
 
     def take(self, delta: Delta, text: SequenceText) -> None:
         part = text.push(delta)
-        append(self.output.completions[text.index], part)
-        self.output.cached_tokens = max(self.output.cached_tokens, part.cached_tokens)
+        append(self.output.outputs[text.index], part)
+        self.output.num_cached_tokens = max(self.output.num_cached_tokens, part.cached_tokens)
         if part.prompt_logprobs is not None:
             self.output.prompt_logprobs = part.prompt_logprobs
         self.finished += text.finished

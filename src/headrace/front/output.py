@@ -20,6 +20,7 @@ class TextDelta:
         cached_tokens: prompt tokens that were not computed; known from the first delta on.
         prompt_logprobs: in the first delta where asked for; the first prompt token has none.
         error: what went wrong, with finish `error`.
+        cached_by_source: `cached_tokens` by where they came from: `pool`, or a tier of the KV store.
     """
 
     index: int
@@ -32,28 +33,34 @@ class TextDelta:
     cached_tokens: int = 0
     prompt_logprobs: list[TokenLogprob | None] | None = None
     error: str | None = None
+    cached_by_source: dict[str, int] | None = None
 
 
 @dataclass(slots=True)
-class Completion:
-    """One finished sequence: the deltas joined. `error` says what went wrong, with finish `error`."""
+class CompletionOutput:
+    """One finished sequence: the deltas joined. Names as in vLLM; `error` says what went wrong, with reason `error`."""
 
     index: int
     text: str = ""
-    tokens: list[int] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] | None = None
-    finish: FinishReason | None = None
+    finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
     error: str | None = None
 
 
 @dataclass(slots=True)
 class RequestOutput:
-    """What `LLM.generate` returns for one prompt."""
+    """What `LLM.generate` returns for one prompt. Names as in vLLM."""
 
     request_id: str
     prompt: str | None
-    prompt_tokens: list[int]
-    completions: list[Completion]
-    cached_tokens: int = 0
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    num_cached_tokens: int = 0
     prompt_logprobs: list[TokenLogprob | None] | None = None
+
+    @property
+    def finished(self) -> bool:
+        """All sequences have ended."""
+        return all(output.finish_reason is not None for output in self.outputs)
