@@ -158,7 +158,8 @@ def _check_memory(total: int) -> None:
     size = found.f_blocks * found.f_frsize
     if total > size:
         raise ConfigError(
-            f"memory tiers of {format_size(total)} together exceed the {format_size(size)} of {SHARED_MEMORY}; give less"
+            f"memory tiers of {format_size(total)} together exceed the {format_size(size)} of {SHARED_MEMORY}; "
+            f"give less"
         )
 
 
