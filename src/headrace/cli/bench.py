@@ -9,6 +9,8 @@ import typer
 from headrace.bench.report import report
 from headrace.cli.bench_client import bench_serve
 from headrace.cli.bench_parity import bench_parity
+from headrace.cli.bench_reuse import bench_reuse
+from headrace.cli.bench_store import bench_store
 from headrace.cli.help import Command
 from headrace.cli.options import Json, with_settings
 from headrace.core.config import EngineConfig
@@ -19,6 +21,8 @@ bench = typer.Typer(
 )
 bench.command("serve", cls=Command)(bench_serve)
 bench.command("parity", cls=Command)(bench_parity)
+bench.command("reuse", cls=Command)(bench_reuse)
+bench.command("store", cls=Command)(bench_store)
 
 Plot = Annotated[Path | None, typer.Option("--plot", metavar="FILE", help="draw the result (needs headrace[plot])")]
 Rounds = Annotated[int, typer.Option(min=1, help="repetitions; medians are reported")]

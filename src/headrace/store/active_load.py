@@ -38,9 +38,9 @@ class ActiveLoad:
         self.deliver = deliver
         self.units: list[ReadUnit[Layers]] = []
         self._lock = lock
-        # Of its own: who waits has nothing to do with the lock that all reading threads are after. What it waits for
-        # is changed before it is looked at whether somebody waits, and looked at after it is said that one does.
-        self._changed = threading.Condition(threading.Lock())
+        # Who waits has nothing to do with the lock that all reading threads are after: it sleeps on a gate of its own,
+        # shown here before it looks whether it has to. Gates are opened after what was waited for has changed.
+        self._gates: list[tuple[threading.Lock, int | None]] = []
         self._hasten = hasten
         self._take_back = take_back
         self._layer_left = [0] * wanted.last_layer
@@ -51,7 +51,6 @@ class ActiveLoad:
         self._failed = False
         self._why = ""
         self._cause: Exception | None = None
-        self._waiting = 0
         self._hastened = False
         self._bytes = [0] * n_tiers
 
@@ -83,7 +82,10 @@ class ActiveLoad:
             LoadFailed: it never will be; the chunks before the one that failed have arrived by then.
         """
         if not self.ready(layer):
-            self._wait(lambda: self.ready(layer))
+            self._tell()
+            self._sleep(layer)
+            if not self.ready(layer):
+                raise LoadFailed(self._good, self._why) from self._cause
 
     def wait_all(self) -> None:
         """Return once every layer is ready.
@@ -91,8 +93,11 @@ class ActiveLoad:
         Raises:
             LoadFailed: one never will be.
         """
-        if self._units_left or self._lost is not None:
-            self._wait(lambda: self._lost is None and not self._units_left)
+        if self._units_left:
+            self._tell()
+            self._sleep(None)
+        if self._lost is not None:
+            raise LoadFailed(self._good, self._why) from self._cause
 
     def cancel(self) -> None:
         """Take units nobody reads yet back, and return when the last delivery is over. Idempotent.
@@ -102,32 +107,34 @@ class ActiveLoad:
         with self._lock:
             if self._units_left:
                 self._lose(0, "the load was cancelled")
-        self._sleep(lambda: self.done)
+        self._sleep(None)
 
     def bytes_by_tier(self) -> tuple[int, ...]:
         """Bytes delivered so far, by tier number (the winners' only)."""
         return tuple(self._bytes)
 
-    def _wait(self, fulfilled: Callable[[], bool]) -> None:
+    def _tell(self) -> None:
+        """Tell the reader, once, that somebody waits."""
         if not self._hastened:
+            self._hastened = True
             with self._lock:
-                self._hastened = True
                 self._hasten(self)
-        self._sleep(lambda: fulfilled() or self.done)
-        if not fulfilled():
-            raise LoadFailed(self._good, self._why) from self._cause
 
-    def _sleep(self, until: Callable[[], bool]) -> None:
-        with self._changed:
-            self._waiting += 1
-            while not until():
-                self._changed.wait()
-            self._waiting -= 1
+    def _sleep(self, layer: int | None) -> None:
+        """Return once the layer is ready, if one is given, or everything is over."""
+        gate = threading.Lock()
+        gate.acquire()
+        mine = (gate, layer)
+        self._gates.append(mine)
+        while self._units_left and (layer is None or self._layer_left[layer]):
+            gate.acquire()
+        self._gates.remove(mine)
 
     def _wake(self) -> None:
-        if self._waiting:
-            with self._changed:
-                self._changed.notify_all()
+        """Open the gates of those who have nothing to wait for. With the reader's lock held."""
+        for gate, layer in tuple(self._gates):
+            if gate.locked() and (not self._units_left or (layer is not None and not self._layer_left[layer])):
+                gate.release()
 
     # What the reader tells, with the lock held.
 
@@ -148,15 +155,13 @@ class ActiveLoad:
     def delivered(self, unit: ReadUnit[Layers], tier: int) -> None:
         """A unit's records were delivered."""
         source, first, last = unit.what
-        complete = False
         for layer in range(first, last):
             self._layer_left[layer] -= 1
-            complete |= not self._layer_left[layer]
         self._chunk_left[source.chunk] -= last - first
         self._bytes[tier] += unit.nbytes
         self._advance()
         self._close(1)
-        if complete or not self._units_left:
+        if self._gates:
             self._wake()
 
     def undelivered(self, unit: ReadUnit[Layers], error: Exception) -> None:
