@@ -5,7 +5,7 @@ from vocabularies import byte_level, front
 from headrace.core.events import Delta, TokenLogprob
 from headrace.core.sampling import SamplingParams
 from headrace.front.assembly import PromptContext, SequenceText, append
-from headrace.front.output import Completion
+from headrace.front.output import CompletionOutput
 from headrace.front.stop import StopSet
 
 TOKENIZER = front(byte_level())
@@ -18,8 +18,8 @@ def sequence(**fields: object) -> SequenceText:
     return SequenceText(PromptContext(TOKENIZER, params, 7, frozenset([EOS]), stops), 0)
 
 
-def run(text: SequenceText, *deltas: Delta) -> Completion:
-    done = Completion(0)
+def run(text: SequenceText, *deltas: Delta) -> CompletionOutput:
+    done = CompletionOutput(0)
     for delta in deltas:
         if not text.finished:
             append(done, text.push(delta))
@@ -53,8 +53,8 @@ def test_text_and_tokens_do_not_depend_on_how_the_engine_cuts_them(
 
     one, other = run(sequence(**fields), *deltas([1])), run(sequence(**fields), *deltas(cuts))
     assert one == other
-    assert [entry.token for entry in one.logprobs or []] == one.tokens
-    if one.finish == "length":
+    assert [entry.token for entry in one.logprobs or []] == one.token_ids
+    if one.finish_reason == "length":
         assert one.text == text
     else:
         assert one.stop_reason in stops
@@ -65,7 +65,7 @@ def test_end_of_sequence_has_no_reason_but_a_stop_token_has() -> None:
     ids = TOKENIZER.encode("ab")
     assert run(sequence(), Delta("a", [*ids, EOS], "stop", EOS)).stop_reason is None
     done = run(sequence(stop_token_ids=(70,)), Delta("a", [*ids, 70], "stop", 70))
-    assert (done.text, done.stop_reason, done.tokens) == ("ab", 70, [*ids, 70])
+    assert (done.text, done.stop_reason, done.token_ids) == ("ab", 70, [*ids, 70])
 
 
 def test_stop_token_is_in_the_text_only_where_asked() -> None:
@@ -87,14 +87,14 @@ def test_broken_character_at_the_end_is_shown_and_may_complete_a_stop() -> None:
     broken = [single[b"a"], single[b"\xc3"]]
     assert run(sequence(), Delta("a", broken, "length")).text == "a�"
     done = run(sequence(stop=("a�",)), Delta("a", broken, "length"))
-    assert (done.text, done.finish, done.stop_reason) == ("", "stop", "a�")
+    assert (done.text, done.finish_reason, done.stop_reason) == ("", "stop", "a�")
 
 
 def test_error_and_abort_give_out_what_was_held() -> None:
     ids = TOKENIZER.encode("EN")
     for finish in ("error", "abort"):
         done = run(sequence(stop=("END",)), Delta("a", ids), Delta("a", [], finish, error="why"))
-        assert (done.text, done.finish, done.error) == ("EN", finish, "why")
+        assert (done.text, done.finish_reason, done.error) == ("EN", finish, "why")
 
 
 def test_every_delta_carries_the_prompts_numbers() -> None:

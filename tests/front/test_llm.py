@@ -18,7 +18,7 @@ from headrace.front.options import engine_config
 from headrace.front.output import RequestOutput, TextDelta
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
-OPTIONS = {"max_model_len": 256, "kv_memory": "4MiB", "threads": 1, "dtype": "float32", "seed": 5}
+OPTIONS = {"max_model_len": 256, "kv_memory": "4MiB", "threads": 1, "dtype": "float32", "seed": 5, "store": False}
 MESSAGES = [{"role": "user", "content": "the fox"}]
 
 
@@ -50,9 +50,9 @@ def test_every_kind_of_prompt_gives_plain_transformers_tokens(llm: LLM, folder: 
     expected = greedy(folder, ids, 12)
     for prompts in (text, [text], ids, [ids], {"prompt": text}, {"prompt_token_ids": ids}, [{"prompt_token_ids": ids}]):
         (output,) = llm.generate(prompts, suppressed)
-        assert output.completions[0].tokens == expected
-        assert output.completions[0].text == llm.tokenizer.continuation(expected)
-        assert output.prompt_tokens == ids
+        assert output.outputs[0].token_ids == expected
+        assert output.outputs[0].text == llm.tokenizer.continuation(expected)
+        assert output.prompt_token_ids == ids
         assert output.prompt == (text if text in str(prompts) else None)
     assert llm.generate([], GREEDY) == []
 
@@ -61,21 +61,21 @@ def test_more_prompts_than_the_queue_holds_come_back_in_order(llm: LLM) -> None:
     prompts = [[10 + i, 20, 30 + i] for i in range(20)]
     params = [SamplingParams(temperature=0, max_tokens=1 + i % 7, ignore_eos=True, n=1 + i % 3) for i in range(20)]
     outputs = llm.generate(prompts, params, use_tqdm=True)
-    assert [output.prompt_tokens for output in outputs] == prompts
+    assert [output.prompt_token_ids for output in outputs] == prompts
     for output, wanted in zip(outputs, params, strict=True):
-        assert [c.index for c in output.completions] == list(range(wanted.n))
-        assert all(len(c.tokens) == wanted.max_tokens and c.finish == "length" for c in output.completions)
+        assert [c.index for c in output.outputs] == list(range(wanted.n))
+        assert all(len(c.token_ids) == wanted.max_tokens and c.finish_reason == "length" for c in output.outputs)
     assert llm.stats().pages_used == 0
 
 
 def test_stop_strings_end_a_sequence_and_free_its_pages(llm: LLM) -> None:
-    whole = llm.generate("the fox", GREEDY)[0].completions[0]
+    whole = llm.generate("the fox", GREEDY)[0].outputs[0]
     stop = whole.text[3:5]
     (output,) = llm.generate("the fox", SamplingParams(temperature=0, max_tokens=200, ignore_eos=True, stop=(stop,)))
-    (cut,) = output.completions
-    assert (cut.finish, cut.stop_reason) == ("stop", stop)
+    (cut,) = output.outputs
+    assert (cut.finish_reason, cut.stop_reason) == ("stop", stop)
     assert cut.text == whole.text[: whole.text.index(stop)]
-    assert len(cut.tokens) < 12
+    assert len(cut.token_ids) < 12
     llm.close()
     assert (llm.stats().pages_used, llm.stats().running, llm.stats().waiting) == (0, 0, 0)
 
@@ -83,14 +83,14 @@ def test_stop_strings_end_a_sequence_and_free_its_pages(llm: LLM) -> None:
 def test_seeds_and_logprobs(llm: LLM) -> None:
     params = SamplingParams(temperature=1.0, max_tokens=8, seed=3, n=3, logprobs=2, ignore_eos=True)
     first, again = llm.generate("the fox", params), llm.generate("the fox", params)
-    assert first[0].completions == again[0].completions
-    assert len({tuple(c.tokens) for c in first[0].completions}) == 3
-    for completion in first[0].completions:
+    assert first[0].outputs == again[0].outputs
+    assert len({tuple(c.token_ids) for c in first[0].outputs}) == 3
+    for completion in first[0].outputs:
         assert completion.logprobs is not None
-        assert [entry.token for entry in completion.logprobs] == completion.tokens
+        assert [entry.token for entry in completion.logprobs] == completion.token_ids
         assert all(len(entry.top) >= 2 for entry in completion.logprobs)
     free = SamplingParams(temperature=1.0, max_tokens=8, ignore_eos=True)
-    one, two = (llm.generate("the fox", free)[0].completions[0].tokens for _ in range(2))
+    one, two = (llm.generate("the fox", free)[0].outputs[0].token_ids for _ in range(2))
     assert one != two
 
 
@@ -98,15 +98,15 @@ def test_prompt_logprobs_come_once(llm: LLM) -> None:
     (output,) = llm.generate("the fox", SamplingParams(temperature=0, max_tokens=3, prompt_logprobs=1))
     assert output.prompt_logprobs is not None
     assert output.prompt_logprobs[0] is None
-    assert [entry.token for entry in output.prompt_logprobs[1:] if entry] == output.prompt_tokens[1:]
+    assert [entry.token for entry in output.prompt_logprobs[1:] if entry] == output.prompt_token_ids[1:]
 
 
 def test_chat_renders_and_answers_one_or_several_conversations(llm: LLM) -> None:
     (one,) = llm.chat(MESSAGES, GREEDY)
     assert one.prompt == "<|im_start|>user\nthe fox<|im_end|>\n<|im_start|>assistant\n"
-    assert one.prompt_tokens == llm.tokenizer.encode(one.prompt)
+    assert one.prompt_token_ids == llm.tokenizer.encode(one.prompt)
     several = llm.chat([MESSAGES, MESSAGES], GREEDY)
-    assert [output.completions for output in several] == [one.completions] * 2
+    assert [output.outputs for output in several] == [one.outputs] * 2
     with pytest.raises(InvalidRequest):
         llm.chat([], GREEDY)
 
@@ -114,8 +114,8 @@ def test_chat_renders_and_answers_one_or_several_conversations(llm: LLM) -> None
 def test_grammar_constrains_the_text(llm: LLM) -> None:
     params = SamplingParams(temperature=0, max_tokens=20, grammar=GrammarSpec("regex", "(yes|no) [0-9]{3}"))
     (output,) = llm.generate("the fox", params)
-    assert output.completions[0].text[:2] in ("ye", "no")
-    assert output.completions[0].finish == "stop"
+    assert output.outputs[0].text[:2] in ("ye", "no")
+    assert output.outputs[0].finish_reason == "stop"
 
 
 def test_one_wrong_prompt_and_nothing_runs(llm: LLM) -> None:
@@ -136,16 +136,16 @@ def test_one_wrong_prompt_and_nothing_runs(llm: LLM) -> None:
 
 
 def test_works_inside_a_running_event_loop(llm: LLM) -> None:
-    expected = llm.generate("the fox", GREEDY)[0].completions
+    expected = llm.generate("the fox", GREEDY)[0].outputs
 
     async def cell() -> None:
-        assert llm.generate("the fox", GREEDY)[0].completions == expected
+        assert llm.generate("the fox", GREEDY)[0].outputs == expected
 
     asyncio.run(cell())
 
 
 def test_interrupted_generation_leaves_the_engine_usable(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    expected = llm.generate("the fox", GREEDY)[0].completions
+    expected = llm.generate("the fox", GREEDY)[0].outputs
     steps, poll = 0, llm.client.poll
 
     def interrupted() -> list[object]:
@@ -159,13 +159,13 @@ def test_interrupted_generation_leaves_the_engine_usable(llm: LLM, monkeypatch: 
     with pytest.raises(KeyboardInterrupt):
         llm.generate([[5, 6]] * 4, GREEDY)
     monkeypatch.undo()
-    assert llm.generate("the fox", GREEDY)[0].completions == expected
+    assert llm.generate("the fox", GREEDY)[0].outputs == expected
     assert llm.stats().pages_used == 0
 
 
 def test_generate_without_parameters_ends_after_16_tokens_and_chat_does_not(llm: LLM) -> None:
     def longest(outputs: list[RequestOutput]) -> int:
-        return max(len(output.completions[0].tokens) for output in outputs)
+        return max(len(output.outputs[0].token_ids) for output in outputs)
 
     assert 1 < longest(llm.generate(["the fox"] * 4)) <= 16
     assert longest(llm.generate(["the fox"] * 4, SamplingParams())) > 16
@@ -189,7 +189,7 @@ def test_options_take_our_names_and_vllms() -> None:
 
 
 def test_async_llm_streams_from_a_process_of_its_own(llm: LLM, folder: Path) -> None:
-    expected = llm.generate("the fox", GREEDY)[0].completions[0]
+    expected = llm.generate("the fox", GREEDY)[0].outputs[0]
     (chat,) = llm.chat(MESSAGES, GREEDY)
 
     async def scenario() -> int:
@@ -201,10 +201,10 @@ def test_async_llm_streams_from_a_process_of_its_own(llm: LLM, folder: Path) -> 
 
             for parts in await asyncio.gather(*map(run, range(5))):
                 assert "".join(part.text for part in parts) == expected.text
-                assert [token for part in parts for token in part.tokens] == expected.tokens
+                assert [token for part in parts for token in part.tokens] == expected.token_ids
                 assert parts[-1].finish == "length"
             answer = [delta.text async for delta in remote.chat(MESSAGES, GREEDY)]
-            assert "".join(answer) == chat.completions[0].text
+            assert "".join(answer) == chat.outputs[0].text
             assert sum([len(delta.tokens) async for delta in remote.generate("the fox")]) <= 16
             async for _ in remote.generate("the fox", SamplingParams(n=3, ignore_eos=True)):
                 break  # and go away

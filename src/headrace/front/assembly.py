@@ -109,4 +109,8 @@ def append(completion: CompletionOutput, delta: TextDelta) -> None:
     if delta.logprobs is not None:
         completion.logprobs = (completion.logprobs or []) + delta.logprobs
     if delta.finish is not None:
-        completion.finish_reason, completion.stop_reason, completion.error = delta.finish, delta.stop_reason, delta.error
+        completion.finish_reason, completion.stop_reason, completion.error = (
+            delta.finish,
+            delta.stop_reason,
+            delta.error,
+        )
