@@ -53,12 +53,16 @@ class Throughput:
 
 
 def measure(engine: LocalEngine, batch: Sequence[Item], peers: Sequence[Peer] = (), rounds: int = 1) -> Throughput:
-    """Run the batch `rounds` times, each round ours first, then every peer; every round starts without cached KV."""
-    warm_up(engine, batch)
+    """Run the batch `rounds` times, each round ours first, then every peer; every round starts without cached KV.
+
+    Ours is warmed up before each round, as a peer that is started anew warms itself up: what lies idle for the minutes
+    that a peer takes is slow at first (seen: 10% of a round).
+    """
     ours: list[BatchRun] = []
     theirs: list[list[PeerRun]] = [[] for _ in peers]
     peak = 0.0
     for number in range(rounds):
+        warm_up(engine, batch, salt=f"warm-up-{number}")
         with progress(f"headrace, round {number + 1} of {rounds}", len(batch)) as advance:
             ours.append(engine.run(batch, salt=f"round-{number}", advance=advance))
         peak = peak or peak_rss_mb()  # before a peer in this process adds its own

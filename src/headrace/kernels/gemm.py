@@ -25,6 +25,7 @@ from headrace.kernels import openmp
 from headrace.kernels.activations import gelu_tanh, silu
 from headrace.kernels.compiled import c_function
 from headrace.kernels.gemm_tiles import product_tile, tile_rows
+from headrace.kernels.huge_pages import WeightArena
 from headrace.kernels.memory import address_of, fetch_add, floats
 
 _SOURCES = ("gemm.py", "gemm_tiles.py", "tiles.py", "activations.py", "memory.py", "vectors.py")
@@ -178,15 +179,25 @@ class PackedWeight:
 def pack(weight: Tensor) -> PackedWeight:
     """Packs `[n, k]`, which must be `supported`."""
     n, k = weight.shape
-    return PackedWeight(torch.cat([part.reshape(-1) for part in _panels(weight)]), n, k)
+    return PackedWeight(_together(_panels(weight)), n, k)
 
 
 def pack_gated(gate_up: Tensor) -> PackedWeight:
     """Packs gate above up, `[2n, k]`, for `gated`; each half must be `supported`."""
     n, k = gate_up.shape[0] // 2, gate_up.shape[1]
     gate, up = _panels(gate_up[:n]), _panels(gate_up[n:])
-    turns = [torch.stack((g, u), -3).reshape(-1) for g, u in zip(gate, up, strict=True)]
-    return PackedWeight(torch.cat(turns), n, k, gated=True)
+    return PackedWeight(_together([torch.stack((g, u), -3) for g, u in zip(gate, up, strict=True)]), n, k, gated=True)
+
+
+_arena = WeightArena()
+
+
+def _together(parts: list[Tensor]) -> Tensor:
+    """The numbers of all parts, one behind the other."""
+    panels = _arena.floats(sum(part.numel() for part in parts))
+    for part, target in zip(parts, panels.split([part.numel() for part in parts]), strict=True):
+        target.view(part.shape).copy_(part)
+    return panels
 
 
 def _panels(weight: Tensor) -> list[Tensor]:
