@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -14,6 +14,9 @@ from headrace.core.config import EngineConfig
 from headrace.core.errors import HeadraceError
 from headrace.core.events import EngineInfo, EngineStats
 from headrace.perf.model_shape import ModelShape
+
+if TYPE_CHECKING:
+    from headrace.engine.build import OpenStore
 
 
 @dataclass(frozen=True)
@@ -48,14 +51,26 @@ class BatchRun:
 
 
 class LocalEngine:
-    """Loads an engine and runs batches through it, one at a time."""
+    """Loads an engine and runs batches through it, one at a time.
 
-    def __init__(self, config: EngineConfig, progress: Callable[[str, float], None] | None = None) -> None:
+    Args:
+        config: of the engine.
+        progress: told how far loading is.
+        open_the_store: opens what `config.store` says, where the measurement wants a hand in it.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        progress: Callable[[str, float], None] | None = None,
+        open_the_store: "OpenStore | None" = None,
+    ) -> None:
         from headrace.engine.build import build, cost_shape
         from headrace.engine.core import Engine
+        from headrace.store.opening import open_store
 
         self.config = config
-        parts = build(config, progress)
+        parts = build(config, progress, open_the_store or open_store)
         self.decoder = parts.decoder
         self.shape: ModelShape = cost_shape(parts.decoder.shape, parts.group.shape)
         self.engine = Engine(config, parts)
@@ -112,7 +127,7 @@ class LocalEngine:
         )
 
 
-def warm_up(engine: LocalEngine, batch: Sequence[Item]) -> None:
+def warm_up(engine: LocalEngine, batch: Sequence[Item], salt: str = "warm-up") -> None:
     """Run a few short requests of the batch, so that compilation and first touches are not measured."""
     few = sorted(batch, key=lambda item: len(item.prompt))
     chosen = [few[0], few[len(few) // 2], few[-1]]
@@ -120,7 +135,7 @@ def warm_up(engine: LocalEngine, batch: Sequence[Item]) -> None:
         Item(f"warm-up-{i}", item.prompt, msgspec.structs.replace(item.params, max_tokens=4, min_tokens=0))
         for i, item in enumerate(chosen)
     ]
-    engine.run(short, salt="warm-up")
+    engine.run(short, salt=salt)
 
 
 def tokenizer_of(path: str | Path) -> Any:

@@ -71,3 +71,56 @@ def distributions(series: Mapping[str, Sequence[float]], path: Path) -> None:
     panels[0][0].set_ylabel("share of requests or gaps")
     figure.tight_layout()
     figure.savefig(path)
+
+
+def load_curves(
+    ttft: Mapping[str, Mapping[float, Sequence[float]]],
+    backlog: Mapping[str, Mapping[float, tuple[Sequence[float], Sequence[int]]]],
+    path: Path,
+) -> None:
+    """Time to first token over load, mean and 90th percentile, and each run's backlog over its time.
+
+    Args:
+        ttft: by policy and load, seconds of each request.
+        backlog: by policy and load, times and requests in the system then.
+        path: where to.
+    """
+    pyplot = _pyplot()
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(12, 4.5))
+    for name, runs in ttft.items():
+        loads = sorted(runs)
+        means = [sum(runs[load]) / len(runs[load]) for load in loads]
+        tails = [sorted(runs[load])[int(0.9 * (len(runs[load]) - 1))] for load in loads]
+        (line,) = left.plot(loads, means, marker="o", label=f"{name}, mean")
+        left.plot(loads, tails, marker="x", linestyle="--", color=line.get_color(), label=f"{name}, 90th percentile")
+        for load, (times, waiting) in sorted(backlog[name].items()):
+            ends = times[-1] or 1.0
+            right.plot(
+                [time / ends for time in times],
+                [count + 1 for count in waiting],
+                color=line.get_color(),
+                alpha=min(1.0, 0.3 + 0.4 * load),
+                linewidth=0.9,
+                label=f"{name} at {load:g}",
+            )
+    left.set(xlabel="load, as a share of the sequential policy's saturation", ylabel="TTFT (s)", yscale="log")
+    right.set(xlabel="share of the arrivals' time", ylabel="requests in the system + 1", yscale="log")
+    for axes in (left, right):
+        axes.grid(alpha=0.3)
+        axes.legend(fontsize=7)
+    figure.tight_layout()
+    figure.savefig(path)
+
+
+def layers(series: Mapping[str, Sequence[float]], title: str, path: Path) -> None:
+    """Layers over time: what is to be done one behind the other in dashes, side by side in full lines."""
+    pyplot = _pyplot()
+    figure, axes = pyplot.subplots(figsize=(7, 4.5))
+    for name, times in series.items():
+        style = "--" if name.endswith("alone") else "-"
+        axes.plot([1000 * seconds for seconds in times], range(len(times)), style, marker=".", label=name)
+    axes.set(xlabel="ms since the request came", ylabel="layer", title=title)
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.tight_layout()
+    figure.savefig(path)
