@@ -61,6 +61,11 @@ class PartSave:
         self.sums: dict[int, int] = {}
 
     @property
+    def complete(self) -> bool:
+        """All layers are there to be packed, or were."""
+        return not self._waiting
+
+    @property
     def packed(self) -> bool:
         """True once `pack` will not be called any more: the source may be overwritten."""
         return self._packed

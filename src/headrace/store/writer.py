@@ -27,6 +27,9 @@ log = logging.getLogger("headrace.store")
 
 #: Bytes written between two looks at the gate.
 SLICE = 2 << 20
+#: Layers that wait to be packed before their thread wakes, unless they are the last of a part. Each wake takes a core
+#: and the interpreter lock from a forward pass on the CPU, so they should be few.
+PACK_AT_ONCE = 16
 #: Seconds that `close` waits for a thread that a tier does not give back.
 CLOSE_SECONDS = 10.0
 
@@ -83,6 +86,8 @@ class DeferredWriter:
         self._lock = threading.Lock()
         self._to_pack: deque[tuple[PartSave, int]] = deque()
         self._pack_wake = threading.Condition(self._lock)
+        self._pack_due = False
+        self._flushing = 0
         self._queues = [_Queue(self._lock) for _ in tiers]
         self._quiet_wake = threading.Condition(self._lock)
         self._busy = 0  # layers being packed and parts being written right now
@@ -146,8 +151,12 @@ class DeferredWriter:
         self._gate.force(True)
         try:
             with self._lock:
+                self._flushing += 1
+                self._pack_wake.notify()
                 return self._quiet_wake.wait_for(self._quiet, timeout)
         finally:
+            with self._lock:
+                self._flushing -= 1
             self._gate.force(False)
 
     def close(self) -> None:
@@ -180,7 +189,9 @@ class DeferredWriter:
         """A layer of a save is there to be packed."""
         with self._lock:
             self._to_pack.append((save, layer))
-            self._pack_wake.notify()
+            if save.complete or len(self._to_pack) >= PACK_AT_ONCE or self._flushing:
+                self._pack_due = True
+                self._pack_wake.notify()
 
     def given_up(self, save: PartSave) -> None:
         """A save ended before it was packed."""
@@ -251,15 +262,18 @@ class DeferredWriter:
     def _pack_loop(self) -> None:
         while True:
             with self._lock:
-                self._pack_wake.wait_for(lambda: self._to_pack or self._stopping)
+                self._pack_wake.wait_for(lambda: self._pack_due or self._stopping or (self._flushing and self._to_pack))
                 if self._stopping:
                     return
-                save, layer = self._to_pack.popleft()
+                layers = list(self._to_pack)
+                self._to_pack.clear()
+                self._pack_due = False
                 self._busy += 1
-            nbytes = self._layout.payload_bytes(len(save.spec.part.range.heads), save.spec.n_tokens)
-            if save.pack_layer(layer, nbytes):
-                self._seal(save)
-            del save
+            for save, layer in layers:
+                nbytes = self._layout.payload_bytes(len(save.spec.part.range.heads), save.spec.n_tokens)
+                if save.pack_layer(layer, nbytes):
+                    self._seal(save)
+            del layers, save
             self._free()
 
     def _seal(self, save: PartSave) -> None:
