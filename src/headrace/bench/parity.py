@@ -2,9 +2,11 @@
 
 fp32. Our output is forced through plain Transformers; every token's logit must lie within 1e-3 standard deviations of
 the best at its position. Equality with Transformers' own greedy output is counted beside it. The same prompts run
-alone, batched, in odd chunks, with cached prefixes, after preemption, and with one to three plans in flight.
+alone, batched, in odd chunks, with cached prefixes, after preemption, with one to three plans in flight, and with
+prefixes that another engine has stored.
 """
 
+import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -16,10 +18,11 @@ from headrace.bench.local_engine import LocalEngine, with_cache, with_scheduler
 from headrace.bench.parity_prompts import with_shared_prefixes
 from headrace.bench.parity_reference import Reference, Verdict
 from headrace.bench.workload import Item
-from headrace.core.config import EngineConfig
+from headrace.core.config import EngineConfig, StoreConfig
 
-MODES = ("alone", "batched", "odd chunks", "prefix hits", "preempted", "2 plans", "3 plans")
+MODES = ("alone", "batched", "odd chunks", "prefix hits", "preempted", "2 plans", "3 plans", "stored")
 _ODD_BUDGET = 37
+_STORE_GIB = 8
 
 
 @dataclass(frozen=True)
@@ -72,7 +75,7 @@ def check(
         advance: called with 1 after each mode.
     """
     model = replace(config.model, model=str(folder), dtype="float32", tokenizer=None)
-    base = with_cache(replace(config, model=model), kv_dtype="float32")
+    base = with_cache(replace(config, model=model, store=StoreConfig(store=False)), kv_dtype="float32")
     longest = _preempted_tokens(config) if "preempted" in modes else 0
     reference = Reference(folder, {tuple(item.prompt): longest for item in batch})
     outcomes = []
@@ -88,6 +91,8 @@ def _run_mode(name: str, mode: str, base: EngineConfig, batch: Sequence[Item], r
         outputs, fault = _prefix_hits(base, batch)
     elif mode == "preempted":
         outputs, fault = _preempted(base, batch)
+    elif mode == "stored":
+        outputs, fault = _stored(base, batch)
     else:
         cold = with_cache(base, prefix_caching=False)
         if mode == "odd chunks":
@@ -148,6 +153,26 @@ def _preempted(base: EngineConfig, batch: Sequence[Item]) -> tuple[Outputs, str 
     run = engine.run(work)
     fault = None if run.preemptions else f"nothing was preempted with {pages} KV pages"
     return [(item, run.outputs[item.custom_id]) for item in work], fault
+
+
+def _stored(base: EngineConfig, batch: Sequence[Item]) -> tuple[Outputs, str | None]:
+    """The prompts, and others that share a part of them, on an engine that finds what one before it has stored."""
+    chunk = 2 * base.cache.page_size
+    with tempfile.TemporaryDirectory(prefix="headrace-parity-") as folder:
+        tiers = (f"dir:{folder}:{_STORE_GIB}GiB",)
+        config = replace(base, store=StoreConfig(tier=tiers, chunk_tokens=chunk, replication="all"))
+        first = LocalEngine(config)
+        run = first.run(batch)
+        outputs = [(item, run.outputs[item.custom_id]) for item in batch]
+        first.engine.close(timeout=60.0)
+        second = LocalEngine(config)
+        work = [*batch, *with_shared_prefixes(batch, chunk)]
+        run = second.run(work)
+        outputs += [(item, run.outputs[item.custom_id]) for item in work]
+        loads = second.stats().loads_total
+        second.engine.close()
+    longest = max(len(item.prompt) for item in batch)
+    return outputs, None if longest <= chunk or loads else "no prefix was loaded from the store"
 
 
 def summary(outcomes: Sequence[Outcome]) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from headrace.bench.parity import Outcome
 from headrace.bench.parity_prompts import random_prompts
 from headrace.bench.parity_reference import Reference
 from headrace.bench.tiny_models import VOCABULARY, save
-from headrace.core.config import EngineConfig
+from headrace.core.config import EngineConfig, StoreConfig
 from headrace.model.memory import step_bytes
 
 CONTEXT = 65536
@@ -26,7 +26,7 @@ def check_long(folder: Path, config: EngineConfig, length: int, outputs: int) ->
     """
     save("llama", folder, max_position_embeddings=CONTEXT, rope_parameters={"rope_type": "default", "rope_theta": 1e6})
     model = replace(config.model, model=str(folder), dtype="float32", tokenizer=None, max_model_len=0)
-    base = with_cache(replace(config, model=model), kv_dtype="float32")
+    base = with_cache(replace(config, model=model, store=StoreConfig(store=False)), kv_dtype="float32")
     process = psutil.Process()
     warm = LocalEngine(base)  # code, compiled kernels and thread pools are paid for before the counting starts
     warm.run(random_prompts(VOCABULARY, [600], 4))
