@@ -207,7 +207,7 @@ def step_cost(tiers: Sequence[Tier], workload: Workload, policy: str) -> float:
         begun = time.thread_time()
         loads = reader.load_batch(requests)
         for layer in range(layout.layers):
-            for load in loads:
+            for load in reversed(loads):  # the last one's units come last: the others are ready by then
                 load.wait(layer)
         spent = time.thread_time() - begun
     finally:

@@ -9,21 +9,22 @@ Rules (DESIGN 4):
    (a hedge); the first completion wins. A read that has stalled is re-issued although the pool is not dry.
 5. After an error a unit goes to another holder; it is lost when there is none. A tier that fails repeatedly is paused.
 
-There is a heap of pending units per set of holders; what was taken back or moved stays in it and is passed over when it
-comes up. So a unit costs a push and a pop, whatever else is pending.
+There is a heap of rows per set of holders, a row being the pending units of one place in one batch. What was taken back
+or moved stays in its row and is passed over when it comes up. So the cost of a unit does not depend on what is pending.
 """
 
 import heapq
 from collections import Counter, deque
 from collections.abc import Sequence
 from enum import Enum
+from operator import attrgetter
 from typing import Generic, TypeVar
 
 from headrace.store.tier_speed import TierHealth, TierSpeed
 
 What = TypeVar("What")
 
-#: What comes first: number of the batch (0: hastened), place within it, a running number.
+#: What comes first: number of the batch (0: hastened), place within it, a running number. Each row has its own.
 Rank = tuple[int, int, int]
 
 #: A read that takes this many times as long as expected, and this much longer, has stalled.
@@ -116,14 +117,14 @@ class ReadPool(Generic[What]):
         self._everyone = (1 << len(depths)) - 1
         self._paused = 0
         self._outstanding = [0] * len(depths)
-        self._heaps: dict[int, list[tuple[Rank, ReadUnit[What]]]] = {}
+        self._heaps: dict[int, list[tuple[Rank, deque[ReadUnit[What]]]]] = {}
         self._owners: dict[int, list[ReadUnit[What]]] = {}
         self._left: dict[int, int] = {}
         self._attempts: dict[Attempt[What], None] = {}
         self._watched: deque[Attempt[What]] = deque()
         self._lost: list[ReadUnit[What]] = []
         self._batch = 0
-        self._added = 0
+        self._rows = 0
         self.speeds = tuple(TierSpeed() for _ in depths)
         self.health = tuple(TierHealth() for _ in depths)
         self.hedges = 0
@@ -151,18 +152,16 @@ class ReadPool(Generic[What]):
         self._batch += 1
         for tier in range(len(self._depths)):
             self._unpause(tier, now)
-        batch, added = self._batch, self._added
+        first = (self._batch, 0, 0)
         owner: int | None = None
         owned: list[ReadUnit[What]] = []
         for unit in units:
-            added += 1
-            unit.rank = (batch, unit.order, added)
+            unit.rank = first
             if unit.owner != owner:
                 owner = unit.owner
                 owned = self._owners.setdefault(owner, [])
             owned.append(unit)
-        self._added = added
-        for owner, count in Counter([unit.owner for unit in units]).items():
+        for owner, count in Counter(map(attrgetter("owner"), units)).items():
             self._left[owner] = self._left.get(owner, 0) + count
         self._admit(units)
 
@@ -248,7 +247,7 @@ class ReadPool(Generic[What]):
         for units in tuple(self._owners.values()):
             if units[0].rank[0] == batch:
                 for unit in units:
-                    unit.rank = (0, unit.order, unit.rank[2])
+                    unit.rank = (0, unit.order, 0)
                     if unit.state is State.PENDING:
                         self._queue(unit)
 
@@ -280,14 +279,18 @@ class ReadPool(Generic[What]):
 
     def _admit(self, units: Sequence[ReadUnit[What]]) -> None:
         """Queue new units."""
-        heaps, up, push = self._heaps, self._everyone & ~self._paused, heapq.heappush
+        up = self._everyone & ~self._paused
+        rows: dict[tuple[int, int], tuple[Rank, deque[ReadUnit[What]]]] = {}
         for unit in units:
-            holders = unit.holders
-            if holders & up and holders in heaps:
-                unit.allowed = holders
-                push(heaps[holders], (unit.rank, unit))
-            else:
+            holders, order = unit.holders, unit.order
+            if not holders & up:
                 self._queue(unit)
+                continue
+            row = rows.get((order, holders))
+            if row is None:
+                row = rows[order, holders] = self._new_row(self._batch, order, holders)
+            unit.rank, unit.allowed = row[0], holders
+            row[1].append(unit)
 
     def _allowed(self, unit: ReadUnit[What], able: int) -> int:
         """Which of the tiers that are able to read a unit may take it."""
@@ -303,30 +306,41 @@ class ReadPool(Generic[What]):
             return
         unit.state = State.PENDING
         unit.allowed = self._allowed(unit, able)
-        heap = self._heaps.get(unit.allowed)
-        if heap is None:
-            heap = self._heaps[unit.allowed] = []
-        heapq.heappush(heap, (unit.rank, unit))
+        row = self._new_row(unit.rank[0], unit.order, unit.allowed)
+        unit.rank = row[0]
+        row[1].append(unit)
 
-    def _head(self, tier: int) -> list[tuple[Rank, ReadUnit[What]]] | None:
-        """The heap whose first unit the tier takes next."""
+    def _new_row(self, batch: int, order: int, allowed: int) -> tuple[Rank, deque[ReadUnit[What]]]:
+        self._rows += 1
+        row: tuple[Rank, deque[ReadUnit[What]]] = ((batch, order, self._rows), deque())
+        heapq.heappush(self._heaps.setdefault(allowed, []), row)
+        return row
+
+    def _head(self, tier: int) -> deque[ReadUnit[What]] | None:
+        """The row whose first unit the tier takes next."""
         best, best_rank = None, (0, 0, 0)
         for allowed, heap in self._heaps.items():
             if not allowed >> tier & 1:
                 continue
             while heap:
-                rank, unit = heap[0]
-                if unit.state is State.PENDING and unit.allowed == allowed and unit.rank is rank:
+                rank, row = heap[0]
+                while row and not self._waits(row[0], rank, allowed):
+                    row.popleft()  # taken back, or moved to another row
+                if row:
                     own = (rank[0], (allowed & ~self._paused).bit_count(), rank[1])
                     if best is None or own < best_rank:
-                        best, best_rank = heap, own
+                        best, best_rank = row, own
                     break
-                heapq.heappop(heap)  # taken back, or moved to another place
+                heapq.heappop(heap)
         return best
 
     def _next(self, tier: int) -> ReadUnit[What] | None:
-        heap = self._head(tier)
-        return None if heap is None else heapq.heappop(heap)[1]
+        row = self._head(tier)
+        return None if row is None else row.popleft()
+
+    def _waits(self, unit: ReadUnit[What], rank: Rank, allowed: int) -> bool:
+        """Whether a unit in a row is pending there, not only a trace of it."""
+        return unit.state is State.PENDING and unit.rank is rank and unit.allowed == allowed
 
     def _end(self, unit: ReadUnit[What], state: State) -> None:
         unit.state = state
@@ -377,9 +391,10 @@ class ReadPool(Generic[What]):
         """Leave a tier alone; what only it could read goes elsewhere or is lost."""
         self._paused |= 1 << tier
         for allowed in [mask for mask in self._heaps if not mask & ~self._paused]:
-            for rank, unit in self._heaps.pop(allowed):
-                if unit.state is State.PENDING and unit.allowed == allowed and unit.rank is rank:
-                    self._queue(unit)
+            for rank, row in sorted(self._heaps.pop(allowed)):
+                for unit in row:
+                    if self._waits(unit, rank, allowed):
+                        self._queue(unit)
 
     def _unpause(self, tier: int, now: float) -> None:
         if self._paused >> tier & 1 and not self.health[tier].paused(now):

@@ -202,15 +202,18 @@ class Reader:
         )
         layers: defaultdict[tuple[int, int], int] = defaultdict(int)
         chunk_layers = [0] * len(chunks)
+        append = load.units.append
+        sizes: dict[tuple[int, int], tuple[int, int]] = {}
         for index, chunk in enumerate(chunks):
             for found in chunk.parts:
                 area = found.read or found.range
                 first, last = max(area.first_layer, wanted.first_layer), min(area.last_layer, wanted.last_layer)
                 if first >= last:
                     continue
-                heads = found.range.last_head - found.range.first_head
-                payload = self._layout.payload_bytes(heads, chunk.n_tokens)
-                record = self._layout.record_bytes(heads, chunk.n_tokens)
+                shape = (found.range.last_head - found.range.first_head, chunk.n_tokens)
+                if shape not in sizes:
+                    sizes[shape] = (self._layout.payload_bytes(*shape), self._layout.record_bytes(*shape))
+                payload, record = sizes[shape]
                 source = PartSource(load, index, PartId(chunk.key, found.range), chunk.n_tokens, payload, record)
                 holders = 0
                 for tier in found.tiers:
@@ -220,10 +223,7 @@ class Reader:
                 at_once = max(1, self._unit_bytes // record)
                 for begin in range(first, last, at_once):
                     end = min(begin + at_once, last)
-                    unit: ReadUnit[Layers] = ReadUnit(
-                        number, holders, begin, (end - begin) * record, (source, begin, end)
-                    )
-                    load.units.append(unit)
+                    append(ReadUnit(number, holders, begin, (end - begin) * record, (source, begin, end)))
                 for_tiers[holders] += -(-(last - first) // at_once)
         load.expect(layers, chunk_layers)
         return load
