@@ -8,6 +8,7 @@ import typer
 
 from headrace.bench.report import report
 from headrace.cli.bench_client import bench_serve
+from headrace.cli.bench_long_doc_qa import bench_long_doc_qa
 from headrace.cli.bench_parity import bench_parity
 from headrace.cli.bench_reuse import bench_reuse
 from headrace.cli.bench_store import bench_store
@@ -21,6 +22,7 @@ bench = typer.Typer(
 )
 bench.command("serve", cls=Command)(bench_serve)
 bench.command("parity", cls=Command)(bench_parity)
+bench.command("long-doc-qa", cls=Command)(bench_long_doc_qa)
 bench.command("reuse", cls=Command)(bench_reuse)
 bench.command("store", cls=Command)(bench_store)
 

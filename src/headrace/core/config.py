@@ -70,6 +70,15 @@ class StoreConfig:
         "how tiers share reads: each takes more as it finishes, a fixed split, or one request and tier at a time",
         choices=("completion", "static", "sequential"),
     )
+    load_overlap: bool = option(
+        True, "compute while stored KV is on its way; off: no step begins before all loads under way have ended"
+    )
+    recompute: bool = option(
+        True, "where storage is slow, compute the front of a stored prefix while the rest is on its way"
+    )
+    deferred_writes: bool = option(
+        True, "write to tiers while a forward pass runs or nothing does, never ahead of reads; off: at once"
+    )
 
 
 @dataclass(frozen=True)

@@ -60,6 +60,11 @@ class StepBudget:
             return min(most, MINIMUM_CHUNK)  # a target that cannot be met must not starve prompts
         return fits
 
+    @property
+    def correction(self) -> float:
+        """What predicted times are multiplied by, as learnt from steps."""
+        return self._correction.factor
+
     def predicted(self) -> float:
         """Predicted seconds of the plan, corrected; 0 without a model."""
         if self._model is None:

@@ -128,10 +128,17 @@ def build(
             backend,
             sequence_pages,
             config.store.chunk_tokens,
-            lambda start, length: times.seconds(times.prefill(start, length)),
+            lambda start, length: times.seconds(times.prefill(start, length)) * scheduler.correction,
+            recompute=config.store.recompute and config.store.load_overlap,
         )
     scheduler = Scheduler(
-        limits, sequence_pages, max_model_len, shape.eos_ids, times, flow.stored if flow is not None else None
+        limits,
+        sequence_pages,
+        max_model_len,
+        shape.eos_ids,
+        times,
+        flow.stored if flow is not None else None,
+        flow.meet if flow is not None else None,
     )
     decode_path = None
     if device != "cpu" and model.cuda_graphs and limits.pipeline_depth == 1:

@@ -125,12 +125,24 @@ class Engine:
 
     def _schedule(self, flow: StoreFlow) -> StepPlan | None:
         """The next plan; loads that admissions ask for are begun."""
+        flow.hand_over()
         plan = self._scheduler.schedule(flow.absent(SOON * self._step_seconds))
         flow.start(self._scheduler.take_loads())
+        if not self._config.store.load_overlap:
+            self._end_loads(flow)
+            plan = plan or self._scheduler.schedule()
+            flow.start(self._scheduler.take_loads())
+            self._end_loads(flow)
         if plan is None and flow.loading and not len(self._runner):
             plan = self._scheduler.schedule(flow.not_begun())
             flow.start(self._scheduler.take_loads())
         return plan
+
+    def _end_loads(self, flow: StoreFlow) -> None:
+        """Return when no load is under way."""
+        while flow.loading:
+            flow.rest(REST_SECONDS)
+            self._arrive(flow.settle())
 
     def _wait_for_pages_or_loads(self, flow: StoreFlow) -> None:
         """Nothing can run now although there is work."""

@@ -4,6 +4,7 @@ import threading
 import time
 from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Seq
+from dataclasses import replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -12,6 +13,7 @@ from numpy.typing import NDArray
 from headrace.engine.kv_flow import NotArrived
 from headrace.engine.kv_group import KVGroup
 from headrace.engine.outcome import LoadOrder
+from headrace.engine.split_load import SplitLoad
 from headrace.kernels.attention import AttentionBackend
 from headrace.store.load import Deliver, FoundChunk, Load, LoadFailed
 from headrace.store.part import PartId, PartRange
@@ -22,6 +24,13 @@ STALL_SECONDS = 2.0
 DEAD_SECONDS = 20.0
 #: A waiting thread looks this often whether the load has failed, which nobody tells it.
 LOOK_SECONDS = 0.01
+
+#: Loads of a step of up to so many bytes together come layer by layer side by side, so that one forward pass can follow
+#: them all. Larger ones come one after the other: the first can then be computed on while the others are on their way.
+TOGETHER_BYTES = 64 << 20
+
+#: Weight of the newest measurement in the rate of loads, and the least time one covers.
+NEWEST, RATE_SECONDS = 0.5, 0.02
 
 Batch = Seq[tuple[Seq[FoundChunk], PartRange, Deliver]]
 
@@ -104,6 +113,34 @@ class PrefixLoad:
             self._moved = time.monotonic()
             if self._missing[layer] == 0:
                 self._come.notify_all()
+
+    def deliver_to(self, first: int) -> Deliver:
+        """`deliver` for a load that begins with chunk `first` of this one."""
+
+        def deliver(chunk: int, part: PartId, layer: int, record: memoryview) -> None:
+            self.deliver(first + chunk, part, layer, record)
+
+        return deliver
+
+    def take(self) -> bool:
+        """Take the first chunk back, for the model; False when it has come, or is not to be taken back."""
+        if not isinstance(self.load, SplitLoad) or not self.load.take():
+            return False
+        start = (self.first_chunk + self.load.taken) * self._chunk_tokens
+        self.order = replace(self.order, start=start)
+        self.order.seq.hole = (start, self.order.end)
+        return True
+
+    @property
+    def outstanding(self) -> float:
+        """Chunks that have not come, in parts."""
+        taken = self.load.taken if isinstance(self.load, SplitLoad) else 0
+        return max(0.0, (self._total - self._delivered) * len(self.chunks) / self._total - taken)
+
+    @property
+    def delivered(self) -> int:
+        """Records that have come."""
+        return self._delivered
 
     @property
     def ended(self) -> bool:
@@ -194,6 +231,9 @@ class Loads:
         self._come = threading.Condition()
         self._active: dict[str, PrefixLoad] = {}
         self._plans: dict[int, list[PrefixLoad]] = {}
+        self._since, self._records = 0.0, 0  # begin of a measurement of the rate, and records that had come by then
+        self._over = 0  # records of loads that have ended
+        self._record_rate = 0.0
         self.started = 0
         self.failed = 0
         self.waited = 0.0
@@ -205,36 +245,91 @@ class Loads:
         return iter(self._active)
 
     def start(self, orders: Iterable[tuple[LoadOrder, Seq[FoundChunk]]]) -> None:
-        """Hand the loads of a step to the store as one batch; each order comes with the chunks it covers."""
-        batch = [
-            PrefixLoad(order, found, self._chunk_tokens, self._group, self._backend, self._come)
-            for order, found in orders
-        ]
-        if not batch:
-            return
+        """Hand the loads of a step to the store, all at once; each order comes with the chunks it covers."""
+        batch: list[PrefixLoad] = []
+        together = 0
+        for order, found in orders:
+            nbytes = (order.end - order.start) * self._group.shape.token_bytes
+            if batch and together + nbytes > TOGETHER_BYTES:
+                self._start(batch)
+                batch, together = [], 0
+            batch.append(PrefixLoad(order, found, self._chunk_tokens, self._group, self._backend, self._come))
+            together += nbytes
+        if batch:
+            self._start(batch)
+
+    def start_split(self, order: LoadOrder, found: Seq[FoundChunk], sure: int) -> None:
+        """Load a prefix from the back while the model computes what is before it.
+
+        Args:
+            order: whose.
+            found: its chunks; those before number `sure` come one by one, the last first, and may be taken back.
+            sure: see above; those from here on come first, layer by layer.
+        """
+        item = PrefixLoad(order, found, self._chunk_tokens, self._group, self._backend, self._come)
+        self._begin_measuring()
+        self.started += 1
+        loads: list[tuple[int, Load]] = []
+        for first, last in ((sure, len(found)), *((chunk, chunk + 1) for chunk in range(sure - 1, -1, -1))):
+            if first < last:
+                one = self._store.load_batch([(found[first:last], self._part, item.deliver_to(first))])
+                loads.append((last - first, one[0]))
+        item.load = SplitLoad(loads[::-1])
+        self._active[order.seq.id] = item
+
+    def _start(self, batch: Seq[PrefixLoad]) -> None:
+        self._begin_measuring()
         self.started += len(batch)
         loads = self._store.load_batch([(item.chunks, self._part, item.deliver) for item in batch])
         for item, load in zip(batch, loads, strict=True):
             item.load = load
             self._active[item.order.seq.id] = item
 
+    @property
+    def splits(self) -> list[PrefixLoad]:
+        """Loads beside which the model computes the front of the same prefix."""
+        return [item for item in self._active.values() if item.order.seq.hole is not None]
+
+    @property
+    def chunk_seconds(self) -> float:
+        """Seconds to load a chunk, as measured lately; 0 before."""
+        return len(self._part.layers) / self._record_rate if self._record_rate else 0.0
+
+    def _begin_measuring(self) -> None:
+        if not self._active:
+            self._since, self._records = time.monotonic(), self._come_so_far()
+
+    def _measure(self) -> None:
+        now, records = time.monotonic(), self._come_so_far()
+        passed = now - self._since
+        if passed < RATE_SECONDS or records == self._records:
+            return
+        rate = (records - self._records) / passed
+        self._record_rate += (NEWEST if self._record_rate else 1.0) * (rate - self._record_rate)
+        self._since, self._records = now, records
+
+    def _come_so_far(self) -> int:
+        return self._over + sum(item.delivered for item in self._active.values())
+
     def absent(self, seconds: float) -> frozenset[str]:
         """Sequences to leave out while others can run: their KV has not come and will not come within `seconds`."""
         return frozenset(
             name
             for name, item in self._active.items()
-            if not item.ended and (item.hopeless or not (item.begun and item.soon(seconds)))
+            if not item.ended and _absent(item, item.hopeless or not (item.begun and item.soon(seconds)))
         )
 
     def not_begun(self) -> frozenset[str]:
         """Sequences to leave out although nothing else can run: not even their first layer has come."""
         return frozenset(
-            name for name, item in self._active.items() if not item.ended and (item.hopeless or not item.begun)
+            name
+            for name, item in self._active.items()
+            if not item.ended and _absent(item, item.hopeless or not item.begun)
         )
 
     def submit(self, plan: int, seq_ids: Iterable[str]) -> bool:
         """Remember which loads a plan follows; False when there are none."""
-        followed = [item for item in map(self._active.get, seq_ids) if item is not None]
+        followed = [item for item in map(self._active.get, seq_ids) if item is not None and item.order.seq.hole is None]
         if followed:
             self._plans[plan] = followed
         return bool(followed)
@@ -274,6 +369,8 @@ class Loads:
             How many of the sequence's first tokens lie in the pool, and the bytes that came from each tier.
         """
         tokens = item.end()
+        self._measure()
+        self._over += item.delivered
         del self._active[item.order.seq.id]
         if tokens < item.order.end and not item.order.seq.doomed:
             self.failed += 1
@@ -283,3 +380,9 @@ class Loads:
         """Return when a layer of some load has come, at the latest after so many seconds."""
         with self._come:
             self._come.wait(seconds)
+
+
+def _absent(item: PrefixLoad, pending: bool) -> bool:
+    """True when a sequence has nothing to compute: not before its load either, where that has left it the front."""
+    seq = item.order.seq
+    return pending if seq.hole is None else seq.plannable < 1

@@ -23,6 +23,8 @@ LOOKAHEAD = 64
 
 #: How many tokens of a sequence's prefix the KV store holds: a multiple of the page size, below the sequence's length.
 StoredPrefix = Callable[[Sequence], int]
+#: From which token on a stored prefix `[held, stored)` is loaded while those before it are computed; None: all of it.
+MeetingPoint = Callable[[Sequence, int, int], int | None]
 
 
 class Scheduler:
@@ -34,7 +36,8 @@ class Scheduler:
 
     A prompt of which the store knows more than the pool is admitted with a `LoadOrder`: its pages are taken, but it is
     in no plan before `exclude` lets it. It may be admitted although the plan is full, so that its KV comes meanwhile.
-    Until `loaded` says that the load has ended it can neither be preempted nor end.
+    Until `loaded` says that the load has ended it can neither be preempted nor end. Where the load leaves the front of
+    the prefix to compute (`MeetingPoint`), plans cover that meanwhile; the load is the sequence's `hole`.
 
     Args:
         config: limits.
@@ -43,6 +46,7 @@ class Scheduler:
         eos_token_ids: tokens that end a sequence.
         time_model: sizes prefill chunks for `itl_target`, and predicts; None: neither.
         stored: asked when a sequence could be admitted; None: there is no store.
+        meet: asked when a sequence is admitted; None: all of a stored prefix is loaded.
     """
 
     def __init__(
@@ -53,9 +57,11 @@ class Scheduler:
         eos_token_ids: Iterable[int] = (),
         time_model: StepTimeModel | None = None,
         stored: StoredPrefix | None = None,
+        meet: MeetingPoint | None = None,
     ) -> None:
         self.counters = Counters()
         self._stored = stored
+        self._meet = meet
         self._orders: list[LoadOrder] = []
         self._config = config
         self._pages = pages
@@ -132,7 +138,7 @@ class Scheduler:
 
     def forget_store(self) -> None:
         """There is no store any more."""
-        self._stored = None
+        self._stored = self._meet = None
 
     def take_loads(self) -> list[LoadOrder]:
         """The loads that admissions since the last call asked for; each must end with `loaded`."""
@@ -150,14 +156,23 @@ class Scheduler:
         """
         seq = order.seq
         seq.loading = False
-        if tokens < order.end and not seq.in_flight:
-            seq.scheduled = max(tokens, seq.computed)
-        seq.computed = max(tokens, seq.computed)
+        if seq.hole is not None:
+            seq.hole = (order.start, tokens) if tokens > order.start else None
+            self._close_hole(seq)
+        else:
+            if tokens < order.end and not seq.in_flight:
+                seq.scheduled = max(tokens, seq.computed)
+            seq.computed = max(tokens, seq.computed)
         self._pages.enter(seq)
         if order.counts:
             gained = max(0, min(tokens, seq.prompt_length) - min(order.start, seq.prompt_length))
             for source, share in split(gained, sources).items():
                 self._count_hit(seq, source, share)
+
+    @property
+    def correction(self) -> float:
+        """What predicted times are multiplied by, as learnt from steps."""
+        return self._budget.correction
 
     def preempt_last(self) -> None:
         """Send the last in order of service back to the queue (the pool is about to shrink; nothing is in flight)."""
@@ -216,6 +231,7 @@ class Scheduler:
             seq = self._sequences[chunk.seq]
             seq.in_flight -= 1
             seq.computed = chunk.end
+            self._close_hole(seq)
             self._pages.enter(seq)
             if chunk.seq in result.errors and seq.doomed is None:
                 seq.doomed, seq.error = "error", result.errors[chunk.seq]
@@ -271,14 +287,14 @@ class Scheduler:
         for seq in list(self._running):
             if self._budget.full:
                 return
-            if seq.online != online or seq.remaining < 1 or seq.decoding or seq.id in exclude:
+            if seq.online != online or seq.plannable < 1 or seq.decoding or seq.id in exclude:
                 continue
             if seq.in_flight and not online:  # an offline plan may be abandoned under a later chunk
                 continue
             self._prefill(seq, chunks)
 
     def _prefill(self, seq: Sequence, chunks: list[Chunk]) -> bool:
-        length = self._budget.prefill_tokens(seq.scheduled, seq.remaining)
+        length = self._budget.prefill_tokens(seq.scheduled, seq.plannable)
         if length:
             self._budget.add_prefill(seq.scheduled, length, sampled=length == seq.remaining)
             self._plan(seq, length, chunks)
@@ -312,9 +328,13 @@ class Scheduler:
             return "no room"
         self._pages.take(seq, match)
         if stored > held:
-            seq.scheduled = stored
+            start = None if self._meet is None else self._meet(seq, held, stored)
+            if start is None:
+                seq.scheduled = stored
+            else:
+                seq.hole = (start, stored)
             seq.loading = True
-            self._orders.append(LoadOrder(seq, held, stored, counts=seq.cached_tokens < 0))
+            self._orders.append(LoadOrder(seq, held if start is None else start, stored, seq.cached_tokens < 0))
         seq.row = self._rows.pop()
         seq.state = "running"
         self._waiting.remove(seq)
@@ -324,6 +344,12 @@ class Scheduler:
             self.counters.prompt_tokens += seq.prompt_length
             self._count_hit(seq, "pool", min(held, seq.prompt_length))
         return "admitted"
+
+    def _close_hole(self, seq: Sequence) -> None:
+        """Once a hole is loaded, and computed up to, it is none any more."""
+        if seq.hole is not None and not seq.loading and seq.computed == seq.hole[0]:
+            seq.computed = seq.scheduled = seq.hole[1]
+            seq.hole = None
 
     def _count_hit(self, seq: Sequence, source: str, tokens: int) -> None:
         if tokens:
@@ -426,6 +452,7 @@ class Scheduler:
         self.counters.preemptions += 1
         self._release(seq)
         seq.computed = seq.scheduled = 0
+        seq.hole = None
         seq.state = "waiting"
         self._waiting.push(seq)
 

@@ -29,6 +29,7 @@ class Sequence:
         cached_tokens: prompt tokens that the first admission did not leave to compute; -1 before it.
         cached_by_source: the same by source, `pool` or a tier's name.
         loading: a stored prefix is on its way into the pages between `computed` and `scheduled`.
+        hole: tokens `[a, b)` that a load brings while plans cover those before them; None: there is no such split.
         doomed: the finish reason to take as soon as nothing is in flight (set by an abort or an error).
         error: what went wrong, with finish `error`.
     """
@@ -41,6 +42,7 @@ class Sequence:
         "doomed",
         "error",
         "hashes",
+        "hole",
         "in_flight",
         "indexed",
         "length",
@@ -75,6 +77,7 @@ class Sequence:
         self.cached_tokens = -1
         self.cached_by_source: dict[str, int] = {}
         self.loading = False
+        self.hole: tuple[int, int] | None = None
         self.state: SequenceState = "waiting"
         self.doomed: FinishReason | None = None
         self.error: str | None = None
@@ -103,6 +106,11 @@ class Sequence:
     def remaining(self) -> int:
         """Known tokens that no plan covers yet: 1 in decode, more in prefill, 0 while the next token is in flight."""
         return self.length - self.scheduled
+
+    @property
+    def plannable(self) -> int:
+        """Of these, tokens that a plan may cover now: those before a hole, if there is one."""
+        return (self.length if self.hole is None else self.hole[0]) - self.scheduled
 
     @property
     def decoding(self) -> bool:

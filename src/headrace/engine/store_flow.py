@@ -9,6 +9,7 @@ What is loaded: at admission, full chunks that the store has and the pool has no
 all of it has come and was verified.
 """
 
+import itertools
 import time
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
@@ -23,6 +24,7 @@ from headrace.core.plan import StepPlan
 from headrace.engine.kv_flow import KVSink, KVSource
 from headrace.engine.kv_group import KVGroup
 from headrace.engine.loading import Loads, LoadStore, PrefixLoad, part_of
+from headrace.engine.meeting_point import split, takes
 from headrace.engine.outcome import LoadOrder
 from headrace.engine.saving import ChunkSave, ChunkSource, Saves, SaveStore
 from headrace.engine.sequence import Sequence
@@ -100,6 +102,7 @@ class StoreFlow(KVSource, KVSink):
         pages: lends pages to saves.
         chunk_tokens: tokens of a stored chunk, a multiple of the page size.
         compute_time: the price of a chunk.
+        recompute: whether the model may compute stored prefixes from the front where storage is slow.
     """
 
     def __init__(
@@ -110,6 +113,7 @@ class StoreFlow(KVSource, KVSink):
         pages: SequencePages,
         chunk_tokens: int,
         compute_time: ComputeTime,
+        recompute: bool = True,
     ) -> None:
         if chunk_tokens % group.shape.page_size:
             raise ValueError(f"chunks of {chunk_tokens} tokens are not whole pages of {group.shape.page_size}")
@@ -121,6 +125,8 @@ class StoreFlow(KVSource, KVSink):
         self._loads = Loads(store, group, backend, chunk_tokens)
         self._saves = Saves(store, pages, group, backend, chunk_tokens)
         self._known: dict[str, StoredPrefix] = {}
+        self._recompute = recompute
+        self._split: dict[str, int] = {}  # an admitted sequence -> its first chunk that is surely loaded
         self._running = False
         self._stats = store.stats()
         self._stats_at = time.monotonic()
@@ -145,6 +151,32 @@ class StoreFlow(KVSource, KVSink):
             known.offered = len(known.found)
         return len(known.found) * self._chunk_tokens
 
+    def meet(self, seq: Sequence, held: int, stored: int) -> int | None:
+        """The token from which on a stored prefix is to be loaded while the model computes those before it.
+
+        One prefix at a time is split: there is one model.
+
+        Args:
+            seq: whose.
+            held: tokens that are in the pool.
+            stored: tokens that the store has.
+
+        Returns:
+            None when all of it is to be loaded.
+        """
+        chunk_seconds = self._loads.chunk_seconds
+        if not self._recompute or not chunk_seconds or self._split or self._loads.splits:
+            return None
+        size = self._chunk_tokens
+        first = held // size
+        edges: list[int] = [held, *range((first + 1) * size, stored + 1, size)]
+        costs = [self._compute_time(start, end - start) for start, end in itertools.pairwise(edges)]
+        found = split(costs, chunk_seconds)
+        if found is None:
+            return None
+        self._split = {seq.id: first + found.sure}
+        return edges[found.first]
+
     # -- loads ------------------------------------------------------------------------------------------------------
 
     @property
@@ -159,8 +191,23 @@ class StoreFlow(KVSource, KVSink):
         for order in orders:
             known = self._known[order.seq.id]
             known.asked = -1.0
-            batch.append((order, known.found[order.start // size : order.end // size]))
+            chunks = known.found[order.start // size : order.end // size]
+            sure = self._split.pop(order.seq.id, None)
+            if sure is None:
+                batch.append((order, chunks))
+            else:
+                self._loads.start_split(order, chunks, sure - order.start // size)
         self._loads.start(batch)
+
+    def hand_over(self) -> None:
+        """Before a plan is made: where the model has come to a chunk that storage would bring later, it takes it."""
+        chunk_seconds = self._loads.chunk_seconds
+        for item in self._loads.splits:
+            seq = item.order.seq
+            if not seq.plannable:
+                cost = self._compute_time(seq.scheduled, self._chunk_tokens)
+                if takes(cost, max(item.outstanding * chunk_seconds, item.silent_seconds)):
+                    item.take()
 
     def absent(self, seconds: float) -> frozenset[str]:
         """Sequences to leave out of a plan while there is other work: those whose load will take longer than this."""
@@ -226,6 +273,9 @@ class StoreFlow(KVSource, KVSink):
             if arrival[1] < item.order.end:
                 raise AssertionError(f"{item.order.seq.id} was computed on KV that had not come")
             arrivals.append(arrival)
+        for chunk in plan.chunks:  # one that ends with this plan, of whose prefix storage still loads the rest
+            if sequences(chunk.seq).doomed is not None:
+                arrivals += self.cancel(chunk.seq)
         return arrivals
 
     def give_up(self, plan: StepPlan, sequences: Callable[[str], Sequence]) -> list[Arrival]:

@@ -25,6 +25,13 @@ class MeteredTier:
         self._since = 0.0
         self._busy = 0.0
         self._bytes = 0.0
+        self._total = 0.0
+
+    @property
+    def busy_seconds(self) -> float:
+        """Time with at least one read in flight; one that goes on is counted when it ends."""
+        with self._lock:
+            return self._total
 
     @property
     def rate(self) -> float:
@@ -46,6 +53,7 @@ class MeteredTier:
             with self._lock:
                 now = time.perf_counter()
                 self._busy += now - self._since
+                self._total += now - self._since
                 self._since = now
                 self._bytes += done
                 self._inflight -= 1

@@ -19,6 +19,7 @@ class StoreSettings:
         write_queue: bytes of parts that may wait to be written; more saves are dropped.
         ttl: seconds after which a part that was not used is forgotten; 0: never.
         lease_seconds: for how long a chunk counts as being computed by whoever leased it, unless the lease is renewed.
+        deferred_writes: whether writes wait for a forward pass and for reads.
         idle_seconds: an engine that began no forward pass for this long is idle, and writes flow.
     """
 
@@ -27,6 +28,7 @@ class StoreSettings:
     write_queue: int = 256 << 20
     ttl: float = 7 * 86400.0
     lease_seconds: float = 30.0
+    deferred_writes: bool = True
     idle_seconds: float = 0.05
 
     @classmethod
@@ -37,4 +39,5 @@ class StoreSettings:
             read_policy=config.read_policy,  # type: ignore[arg-type]
             write_queue=config.write_queue,
             ttl=config.store_ttl,
+            deferred_writes=config.deferred_writes,
         )

@@ -17,6 +17,7 @@ class TierStats(msgspec.Struct, kw_only=True):
         read_bytes: bytes of them.
         read_errors: reads that failed, misses included.
         read_rate: bytes per second while it is read, as measured lately.
+        read_seconds: time with at least one read in flight.
         writes: parts written by this process.
         written_bytes: bytes of them.
         write_seconds: time spent writing them.
@@ -38,6 +39,7 @@ class TierStats(msgspec.Struct, kw_only=True):
     read_bytes: int = 0
     read_errors: int = 0
     read_rate: float = 0.0
+    read_seconds: float = 0.0
     writes: int = 0
     written_bytes: int = 0
     write_seconds: float = 0.0

@@ -91,6 +91,8 @@ class KVStore:
                 catalog.close()
             raise
         self._gate = WriteGate(self._reader.wait_quiet, settings.idle_seconds)
+        if not settings.deferred_writes:
+            self._gate.force(True)
         self._writer = DeferredWriter(
             layout, tiers, self._catalogs, settings.write_queue, self._gate, self._unsaved, self._wrong
         )
@@ -198,6 +200,7 @@ class KVStore:
                     read_bytes=reads[i].nbytes + reads[i].header_bytes,
                     read_errors=reads[i].errors,
                     read_rate=self._meters[i].rate,
+                    read_seconds=self._meters[i].busy_seconds,
                     writes=writes.writes,
                     written_bytes=writes.written_bytes,
                     write_seconds=writes.seconds,
