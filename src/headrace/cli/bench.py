@@ -7,9 +7,12 @@ from typing import Annotated
 import typer
 
 from headrace.bench.report import report
+from headrace.cli.bench_bursty import bench_bursty
 from headrace.cli.bench_client import bench_serve
 from headrace.cli.bench_long_doc_qa import bench_long_doc_qa
 from headrace.cli.bench_parity import bench_parity
+from headrace.cli.bench_pipeline import bench_pipeline
+from headrace.cli.bench_restore import bench_restore
 from headrace.cli.bench_reuse import bench_reuse
 from headrace.cli.bench_store import bench_store
 from headrace.cli.help import Command
@@ -24,7 +27,10 @@ bench.command("serve", cls=Command)(bench_serve)
 bench.command("parity", cls=Command)(bench_parity)
 bench.command("long-doc-qa", cls=Command)(bench_long_doc_qa)
 bench.command("reuse", cls=Command)(bench_reuse)
+bench.command("bursty", cls=Command)(bench_bursty)
 bench.command("store", cls=Command)(bench_store)
+bench.command("restore", cls=Command)(bench_restore)
+bench.command("pipeline", cls=Command)(bench_pipeline)
 
 Plot = Annotated[Path | None, typer.Option("--plot", metavar="FILE", help="draw the result (needs headrace[plot])")]
 Rounds = Annotated[int, typer.Option(min=1, help="repetitions; medians are reported")]

@@ -171,7 +171,7 @@ class Engine:
     def stats(self) -> EngineStats:
         """Counters and gauges now."""
         counters, allocator, flow = self._scheduler.counters, self._parts.group.allocator, self._flow
-        store, tiers = flow.stats() if flow is not None else ({}, {})
+        store, tiers = flow.stats(self.idle) if flow is not None else ({}, {})
         return EngineStats(
             waiting=self._scheduler.waiting,
             running=len(self._scheduler.running),

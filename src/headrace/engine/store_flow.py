@@ -322,10 +322,10 @@ class StoreFlow(KVSource, KVSink):
             self._saves.settle()
         return arrivals
 
-    def stats(self) -> tuple[dict[str, float], dict[str, dict[str, float]]]:
-        """The store's counters and its tiers', at most about a second old."""
+    def stats(self, idle: bool = False) -> tuple[dict[str, float], dict[str, dict[str, float]]]:
+        """The store's counters and its tiers', at most about a second old; of now where nothing follows (`idle`)."""
         now = time.monotonic()
-        if now - self._stats_at > STATS_SECONDS:
+        if idle or now - self._stats_at > STATS_SECONDS:
             self._stats, self._stats_at = self._store.stats(), now
         return flat(self._stats, self._saves.skipped)
 
