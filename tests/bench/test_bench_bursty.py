@@ -1,6 +1,7 @@
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from headrace.bench.bursty import Bursty, Served, schedule
@@ -37,7 +38,9 @@ def test_both_policies_serve_the_same_and_are_compared(
 def test_arrivals_have_exactly_the_rate_and_one_shape() -> None:
     slow, fast = schedule(400, 2.0, 4.0, 1), schedule(400, 8.0, 4.0, 1)
     assert slow[0] == 0
-    assert slow[-1] == pytest.approx(399 / 2.0)
+    assert slow[200] == pytest.approx(200 / 2.0)
+    assert np.diff(slow[:200]) == pytest.approx(np.diff(slow[200:]))
+    assert np.std(np.diff(slow)) > 2 * np.mean(np.diff(slow))
     assert fast == pytest.approx([time / 4 for time in slow])
 
 

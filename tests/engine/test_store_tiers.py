@@ -230,3 +230,20 @@ def test_a_closed_engine_goes_on_without_a_store(tmp_path: Path, start: Start) -
     stop(running, parts)
     assert tokens(drain(running, [request("a", text, 4)])) == wanted
     assert running.close()
+
+
+def test_a_cold_prefix_asked_for_by_many_at_once_is_computed_once_and_lies_once_on_each_tier(
+    tmp_path: Path, start: Start
+) -> None:
+    text = prompt(3000)
+    asked = [request(f"r{i}", [*text, 5 + i], 3) for i in range(16)]
+    tiers = [f"dir:{tmp_path / name}:64MiB" for name in ("one", "other")]
+    running, parts = start(*tiers, max_num_batched_tokens=512, kv_bytes=8 << 20)
+    drain(running, asked)
+    stats = running.stats()
+    # Of each request also its last token and what it generates is computed.
+    assert stats.computed_tokens_total <= 1.1 * 3000 + 16 * (CHUNK + 3)
+    stop(running, parts)
+    again, _ = start(*tiers)
+    for tier in again.stats().store_tiers.values():
+        assert tier["parts"] == 3000 // CHUNK

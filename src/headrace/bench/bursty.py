@@ -101,8 +101,8 @@ class Served:
         return float(np.percentile(self.ttft, _PERCENT))
 
     def summary(self) -> dict[str, Any]:
-        """In numbers. A backlog that does not grow is about as long in the second half as in the first, gets empty
-        time and again, and is soon worked off after the last arrival."""
+        """In numbers. Arrivals come twice alike: a backlog that does not grow is about as long in the second half as in
+        the first, gets empty time and again, and is soon worked off after the last arrival."""
         half = len(self.backlog) // 2
         last_empty = max((i for i, waiting in enumerate(self.backlog) if waiting == 1), default=0)
         return {
@@ -112,6 +112,7 @@ class Served:
             "requests_per_s": round(self.rate, 3),
             "backlog_first_half": round(float(np.mean(self.backlog[:half])), 2),
             "backlog_second_half": round(float(np.mean(self.backlog[half:])), 2),
+            "backlog_as_second_half_begins": self.backlog[half] - 1,
             "backlog_most": max(self.backlog),
             "found_empty": sum(waiting == 1 for waiting in self.backlog),
             "last_found_empty_at": round(last_empty / max(1, len(self.backlog) - 1), 3),
@@ -269,13 +270,15 @@ def _drive(local: LocalEngine, waiting: list[Request], arrivals: Sequence[float]
 
 
 def schedule(count: int, rate: float, cv: float, seed: int) -> list[float]:
-    """Gamma arrivals of exactly the given mean rate, and of the same shape at every rate.
+    """Gamma arrivals of exactly the given mean rate and of the same shape at every rate, the second half as the first.
 
     A few hundred gaps with a coefficient of variation of 4 differ by a fifth from the mean they were drawn with; here
-    they are stretched to it, so that a share of a saturation is that share.
+    they are stretched to it, so that a share of a saturation is that share. Both halves begin behind their longest gap:
+    a backlog that is gone by then comes and goes, but does not grow.
     """
-    times = gamma_arrivals(count, 1.0, cv, seed)
-    return [time * (count - 1) / rate / times[-1] for time in times]
+    gaps = np.diff(gamma_arrivals(count // 2 + 1, 1.0, cv, seed))
+    gaps = np.roll(gaps, -1 - int(gaps.argmax())) / (gaps.mean() * rate)
+    return [0.0, *(float(time) for time in np.cumsum(np.resize(gaps, count - 1)))]
 
 
 def measure(
