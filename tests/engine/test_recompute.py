@@ -28,7 +28,7 @@ def prompt(length: int, seed: int = 1) -> list[int]:
     return [rng.randrange(3, 300) for _ in range(length)]
 
 
-LONG, SHORT, OTHER = prompt(LENGTH), prompt(8 * CHUNK + 3, 2), prompt(LENGTH, 3)
+LONG, SHORT, OTHER = prompt(LENGTH), prompt(16 * CHUNK + 3, 2), prompt(LENGTH, 3)
 
 
 @pytest.fixture(scope="module")

@@ -29,8 +29,8 @@ LOOK_SECONDS = 0.01
 #: them all. Larger ones come one after the other: the first can then be computed on while the others are on their way.
 TOGETHER_BYTES = 64 << 20
 
-#: Weight of the newest measurement in the rate of loads, and the least time one covers.
-NEWEST, RATE_SECONDS = 0.5, 0.02
+#: Weight of the newest load in the pace of loads, and the least time that says something about it.
+NEWEST, PACE_SECONDS = 0.5, 0.005
 
 Batch = Seq[tuple[Seq[FoundChunk], PartRange, Deliver]]
 
@@ -49,6 +49,12 @@ def part_of(group: KVGroup) -> PartRange:
     return PartRange(layers.start, layers.stop, heads.start, heads.stop)
 
 
+class Arrivals(threading.Condition):
+    """Notified whenever a layer of a load is complete; counts the records of all loads."""
+
+    records = 0
+
+
 class PrefixLoad:
     """One sequence's load: the one owner of everything that still writes to the sequence's pages.
 
@@ -61,7 +67,7 @@ class PrefixLoad:
         chunk_tokens: tokens of a stored chunk.
         group: where the KV goes.
         backend: copies records into pages.
-        come: notified whenever a layer is complete.
+        come: what has come of all loads.
     """
 
     load: Load
@@ -73,7 +79,7 @@ class PrefixLoad:
         chunk_tokens: int,
         group: KVGroup,
         backend: AttentionBackend,
-        come: threading.Condition,
+        come: Arrivals,
     ) -> None:
         self.order = order
         self.chunks = chunks
@@ -98,6 +104,8 @@ class PrefixLoad:
         self._total = sum(self._missing.values())
         self._delivered = 0
         self._begun = self._moved = time.monotonic()
+        self._first: tuple[float, int] | None = None  # when the first record came, and records of all loads by then
+        self._last = 0  # records of all loads when the last came
         self.stalled = False
 
     def deliver(self, chunk: int, part: PartId, layer: int, record: memoryview) -> None:
@@ -111,6 +119,10 @@ class PrefixLoad:
             self._missing[layer] -= 1
             self._delivered += 1
             self._moved = time.monotonic()
+            self._come.records += 1
+            self._last = self._come.records
+            if self._first is None:
+                self._first = self._moved, self._last
             if self._missing[layer] == 0:
                 self._come.notify_all()
 
@@ -138,9 +150,16 @@ class PrefixLoad:
         return max(0.0, (self._total - self._delivered) * len(self.chunks) / self._total - taken)
 
     @property
-    def delivered(self) -> int:
-        """Records that have come."""
-        return self._delivered
+    def holders(self) -> tuple[int, ...]:
+        """Tiers that it comes from, as far as its first chunk tells."""
+        return holders(self.chunks)
+
+    @property
+    def pace(self) -> float | None:
+        """Records per second, of all loads, from its first to its last; None when that was too short to tell."""
+        if self._first is None or self._moved - self._first[0] < PACE_SECONDS:
+            return None
+        return (self._last - self._first[1]) / (self._moved - self._first[0])
 
     @property
     def ended(self) -> bool:
@@ -228,12 +247,10 @@ class Loads:
         self._group, self._backend = group, backend
         self._chunk_tokens = chunk_tokens
         self._part = part_of(group)
-        self._come = threading.Condition()
+        self._come = Arrivals()
         self._active: dict[str, PrefixLoad] = {}
         self._plans: dict[int, list[PrefixLoad]] = {}
-        self._since, self._records = 0.0, 0  # begin of a measurement of the rate, and records that had come by then
-        self._over = 0  # records of loads that have ended
-        self._record_rate = 0.0
+        self._paces: dict[tuple[int, ...], float] = {}  # records per second by the tiers that they came from
         self.started = 0
         self.failed = 0
         self.waited = 0.0
@@ -267,7 +284,6 @@ class Loads:
             sure: see above; those from here on come first, layer by layer.
         """
         item = PrefixLoad(order, found, self._chunk_tokens, self._group, self._backend, self._come)
-        self._begin_measuring()
         self.started += 1
         loads: list[tuple[int, Load]] = []
         for first, last in ((sure, len(found)), *((chunk, chunk + 1) for chunk in range(sure - 1, -1, -1))):
@@ -278,7 +294,6 @@ class Loads:
         self._active[order.seq.id] = item
 
     def _start(self, batch: Seq[PrefixLoad]) -> None:
-        self._begin_measuring()
         self.started += len(batch)
         loads = self._store.load_batch([(item.chunks, self._part, item.deliver) for item in batch])
         for item, load in zip(batch, loads, strict=True):
@@ -290,26 +305,10 @@ class Loads:
         """Loads beside which the model computes the front of the same prefix."""
         return [item for item in self._active.values() if item.order.seq.hole is not None]
 
-    @property
-    def chunk_seconds(self) -> float:
-        """Seconds to load a chunk, as measured lately; 0 before."""
-        return len(self._part.layers) / self._record_rate if self._record_rate else 0.0
-
-    def _begin_measuring(self) -> None:
-        if not self._active:
-            self._since, self._records = time.monotonic(), self._come_so_far()
-
-    def _measure(self) -> None:
-        now, records = time.monotonic(), self._come_so_far()
-        passed = now - self._since
-        if passed < RATE_SECONDS or records == self._records:
-            return
-        rate = (records - self._records) / passed
-        self._record_rate += (NEWEST if self._record_rate else 1.0) * (rate - self._record_rate)
-        self._since, self._records = now, records
-
-    def _come_so_far(self) -> int:
-        return self._over + sum(item.delivered for item in self._active.values())
+    def chunk_seconds(self, chunks: Seq[FoundChunk]) -> float:
+        """Seconds to load one of these chunks, as loads from the same tiers took lately; 0 before any did."""
+        pace = self._paces.get(holders(chunks))
+        return len(self._part.layers) / pace if pace else 0.0
 
     def absent(self, seconds: float) -> frozenset[str]:
         """Sequences to leave out while others can run: their KV has not come and will not come within `seconds`."""
@@ -368,11 +367,14 @@ class Loads:
         Returns:
             How many of the sequence's first tokens lie in the pool, and the bytes that came from each tier.
         """
+        died = item.silent_seconds > DEAD_SECONDS
         tokens = item.end()
-        self._measure()
-        self._over += item.delivered
+        pace = item.pace
+        if pace is not None:
+            known = self._paces.get(item.holders, pace)
+            self._paces[item.holders] = known + NEWEST * (pace - known)
         del self._active[item.order.seq.id]
-        if tokens < item.order.end and not item.order.seq.doomed:
+        if item.load.failed or (died and tokens < item.order.end):
             self.failed += 1
         return tokens, item.load.bytes_by_tier()
 
@@ -386,3 +388,8 @@ def _absent(item: PrefixLoad, pending: bool) -> bool:
     """True when a sequence has nothing to compute: not before its load either, where that has left it the front."""
     seq = item.order.seq
     return pending if seq.hole is None else seq.plannable < 1
+
+
+def holders(chunks: Seq[FoundChunk]) -> tuple[int, ...]:
+    """Tiers that hold the first of some chunks."""
+    return chunks[0].parts[0].tiers if chunks else ()

@@ -164,11 +164,11 @@ class StoreFlow(KVSource, KVSink):
         Returns:
             None when all of it is to be loaded.
         """
-        chunk_seconds = self._loads.chunk_seconds
-        if not self._recompute or not chunk_seconds or self._split or self._loads.splits:
-            return None
         size = self._chunk_tokens
         first = held // size
+        chunk_seconds = self._loads.chunk_seconds(self._known[seq.id].found[first:])
+        if not self._recompute or not chunk_seconds or self._split or self._loads.splits:
+            return None
         edges: list[int] = [held, *range((first + 1) * size, stored + 1, size)]
         costs = [self._compute_time(start, end - start) for start, end in itertools.pairwise(edges)]
         found = split(costs, chunk_seconds)
@@ -201,12 +201,12 @@ class StoreFlow(KVSource, KVSink):
 
     def hand_over(self) -> None:
         """Before a plan is made: where the model has come to a chunk that storage would bring later, it takes it."""
-        chunk_seconds = self._loads.chunk_seconds
         for item in self._loads.splits:
             seq = item.order.seq
             if not seq.plannable:
                 cost = self._compute_time(seq.scheduled, self._chunk_tokens)
-                if takes(cost, max(item.outstanding * chunk_seconds, item.silent_seconds)):
+                outstanding = item.outstanding * self._loads.chunk_seconds(item.chunks)
+                if takes(cost, max(outstanding, item.silent_seconds)):
                     item.take()
 
     def absent(self, seconds: float) -> frozenset[str]:
