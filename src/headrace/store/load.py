@@ -58,7 +58,7 @@ class FoundChunk:
 
 
 class Load(Protocol):
-    """Chunks of one request on their way. Made by `KVStore.load`; one owner, who must end it by `cancel` or `wait_all`."""
+    """Chunks of one request on their way. Made by `KVStore.load`; its one owner ends it by `cancel` or `wait_all`."""
 
     @property
     def done(self) -> bool:

@@ -34,7 +34,7 @@ class Catalog(Protocol):
     """Which parts a tier holds. Calls are quick, never wait for I/O on parts, and may come from several threads."""
 
     def find(self, keys: Sequence[bytes]) -> list[tuple[PartRange, ...]]:
-        """The sealed parts of each chunk, in the order of `keys`; it ends before the first chunk of which there is none.
+        """The sealed parts of each chunk, in the order of `keys`; ends before the first chunk of which there is none.
 
         Finding a chunk counts as a use of it.
         """
