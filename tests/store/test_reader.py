@@ -1,3 +1,4 @@
+import os
 import random
 import threading
 from collections import Counter
@@ -319,6 +320,20 @@ def test_what_is_not_the_part_is_a_miss(world: World, what: str) -> None:
     for _ in range(4):
         reader.load([chunk], FULL, world.deliver).wait_all()
     assert world.wrong == []
+
+
+@pytest.mark.parametrize("kept", [0, HEADER_BYTES, HEADER_BYTES + 100])
+def test_a_truncated_part_is_reported_and_its_tier_goes_on(world: World, kept: int) -> None:
+    reader = world.reader()
+    chunks = [world.chunk(number, tiers=(0,)) for number in range(6)]
+    for chunk in chunks[:5]:
+        os.truncate(world.file(0, PartId(chunk.key, FULL)), kept)
+        with pytest.raises(LoadFailed):
+            reader.load([chunk], FULL, world.deliver).wait_all()
+    assert reader.degraded() == (False, False)
+    reader.load(chunks[5:], FULL, world.deliver).wait_all()
+    reader.close()
+    assert world.bad == {(0, PartId(chunk.key, FULL), False): 1 for chunk in chunks[:5]}
 
 
 def test_tiers_whose_parts_were_computed_separately_are_both_right(world: World) -> None:

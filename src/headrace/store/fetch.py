@@ -7,7 +7,7 @@ from headrace.store.header import BadHeader, PartHeader, decode, record_sum
 from headrace.store.layout import HEADER_BYTES, KVLayout
 from headrace.store.part import PartId
 from headrace.store.read_pool import Outcome, ReadUnit, State
-from headrace.store.tiers.tier import PartMissing, Tier, TierError
+from headrace.store.tiers.tier import PartCutShort, PartMissing, Tier, TierError
 
 if TYPE_CHECKING:
     from headrace.store.active_load import ActiveLoad
@@ -110,7 +110,7 @@ def fetch(tier: Tier, number: int, layout: KVLayout, unit: ReadUnit[Layers], mem
         return Fetched(Outcome.OK, False, header_bytes)
     except PartMissing:
         return Fetched(Outcome.WRONG, True, header_bytes)
-    except BadHeader as error:
+    except (BadHeader, PartCutShort) as error:
         log.info("%s: %s", tier.name, error)
         return Fetched(Outcome.WRONG, False, header_bytes)
     except TierError as error:

@@ -12,7 +12,7 @@ from headrace.store.catalog.catalog import Catalog
 from headrace.store.header import BadHeader, PartHeader, decode, record_sum
 from headrace.store.keys import salt_tag
 from headrace.store.layout import HEADER_BYTES, aligned
-from headrace.store.tiers.tier import PartMissing, Scanned, Tier, TierError
+from headrace.store.tiers.tier import PartCutShort, PartMissing, Scanned, Tier, TierError
 
 #: Bytes read at once.
 _SLICE = 4 << 20
@@ -70,7 +70,7 @@ class Inspector:
                 yield Inspected(scanned, header)
             except PartMissing:
                 continue
-            except BadHeader as error:
+            except (BadHeader, PartCutShort) as error:
                 yield Inspected(scanned, None, str(error))
             except TierError as error:
                 yield Inspected(scanned, None, str(error), unreadable=True)

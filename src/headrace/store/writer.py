@@ -20,7 +20,7 @@ from headrace.store.part import PartId
 from headrace.store.part_save import PartSave, PartWork
 from headrace.store.save import Pack, SaveSpec
 from headrace.store.tier_speed import TierHealth, TierSpeed
-from headrace.store.tiers.tier import PartMissing, Tier, TierError, TierFull
+from headrace.store.tiers.tier import PartCutShort, PartMissing, Tier, TierError, TierFull
 from headrace.store.write_gate import WriteGate
 
 log = logging.getLogger("headrace.store")
@@ -376,7 +376,7 @@ class DeferredWriter:
                     if record_sum(record) != header.sum_of(layer):
                         raise BadHeader(f"layer {layer} of part {work.part.name} does not match its checksum")
         except TierError as error:
-            if isinstance(error, BadHeader | PartMissing):
+            if isinstance(error, BadHeader | PartCutShort | PartMissing):
                 self._wrong(source, work.part)
             with self._lock:
                 work.left = 1

@@ -11,7 +11,7 @@ from headrace.store.part import PartId
 from headrace.store.tiers.folder import TierFolder
 from headrace.store.tiers.os_errors import tier_error
 from headrace.store.tiers.temporary import remove_abandoned
-from headrace.store.tiers.tier import PartMissing, Scanned, Scope, TierError
+from headrace.store.tiers.tier import PartCutShort, PartMissing, Scanned, Scope
 from headrace.store.tiers.writer import FilePartWriter
 
 _READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -63,7 +63,7 @@ class FileTier:
             if offset == 0:
                 _mark_used(fd)
         except EOFError as error:
-            raise TierError(f"tier {self.name}: {part.name} is cut short: {error}") from error
+            raise PartCutShort(f"tier {self.name}: {part.name} is cut short: {error}") from error
         except OSError as error:
             raise tier_error(self.name, f"reading {part.name}", error) from error
         finally:

@@ -28,6 +28,10 @@ class PartMissing(TierError):
     """The part is not there (any more): a miss."""
 
 
+class PartCutShort(TierError):
+    """The part ends before what was asked for: the part is wrong, not the tier."""
+
+
 class TierFull(TierError):
     """No room: the tier is read-only until something is deleted."""
 
@@ -92,7 +96,8 @@ class Tier(Protocol):
 
         Raises:
             PartMissing: there is no such part.
-            TierError: fewer bytes than asked for, or the read failed.
+            PartCutShort: it has fewer bytes.
+            TierError: the read failed.
         """
         ...
 
