@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -16,9 +17,9 @@ TEMPLATE = (
 CORPUS = ["The quick brown fox jumps over the lazy dog. The fox did it again, and again."]
 
 
-def make(folder: Path) -> Path:
-    """Write model and tokenizer into `folder`."""
-    save("llama", folder, vocab_size=VOCABULARY, num_hidden_layers=2)
+def make(folder: Path, **overrides: Any) -> Path:
+    """Write model and tokenizer into `folder`; `overrides` as in `bench.tiny_models.save`."""
+    save("llama", folder, **{"vocab_size": VOCABULARY, "num_hidden_layers": 2, **overrides})
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
