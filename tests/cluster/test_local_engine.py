@@ -15,7 +15,7 @@ import pytest
 
 from headrace.bench.tiny_models import save
 from headrace.cluster.local import LocalEngine, launch
-from headrace.core.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
+from headrace.core.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig, StoreConfig
 from headrace.core.errors import EngineDead, HeadraceError, QueueFull
 from headrace.core.events import Delta
 from headrace.core.request import Request
@@ -29,6 +29,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> EngineConfig:
         model=ModelConfig(model=str(model), threads=1, dtype="float32"),
         cache=CacheConfig(kv_memory=8 << 20),
         scheduler=SchedulerConfig(max_queue=40),
+        store=StoreConfig(store=False),
     )
 
 

@@ -7,10 +7,10 @@ from headrace.core.config import SchedulerConfig
 from headrace.core.plan import StepPlan
 from headrace.core.request import Request
 from headrace.core.sampling import SamplingParams
-from headrace.engine.outcome import Progress, StepResult
+from headrace.engine.outcome import LoadOrder, Progress, StepResult
 from headrace.engine.pages import PageAllocator
 from headrace.engine.prefix_index import PageHasher, PrefixIndex
-from headrace.engine.scheduler import Scheduler
+from headrace.engine.scheduler import Scheduler, StoredPrefix
 from headrace.engine.sequence import Sequence
 from headrace.engine.sequence_pages import SequencePages
 from headrace.perf.step_time import StepTimeModel
@@ -45,6 +45,7 @@ class World:
     caching: bool = True
     itl_target: float = 0.0
     model: StepTimeModel | None = None
+    stored: StoredPrefix | None = None
     outputs: dict[str, list[int]] = field(default_factory=dict)
     finished: dict[str, str] = field(default_factory=dict)
     computed: int = 0
@@ -59,7 +60,7 @@ class World:
         self.index = PrefixIndex()
         self.allocator = PageAllocator(self.pages, self.index)
         pages = SequencePages(self.allocator, self.index, PageHasher("world", PAGE), PAGE, self.caching)
-        self.scheduler = Scheduler(config, pages, self.max_len, (), self.model)
+        self.scheduler = Scheduler(config, pages, self.max_len, (), self.model, self.stored)
         self.slots: dict[int, tuple[str, tuple[int, ...]]] = {}
         self.flight: deque[StepPlan] = deque()
         self.requests: dict[str, Request] = {}
@@ -101,6 +102,15 @@ class World:
                 self._compute(self.scheduler.get(chunk.seq), chunk.start, chunk.end)
         self.scheduler.check()
         return plan
+
+    def bring(self, order: LoadOrder, tokens: int, sources: dict[str, int]) -> None:
+        """A load ends with so many of the sequence's first tokens in the pool."""
+        seq = order.seq
+        salt, known = seq.request.cache_salt, tuple(seq.tokens.tolist())
+        for position in range(order.start, tokens):
+            self.slots[seq.pages[position // PAGE] * PAGE + position % PAGE] = (salt, known[: position + 1])
+        self.scheduler.loaded(order, tokens, sources)
+        self.scheduler.check()
 
     def collect(self) -> list[Progress]:
         """Complete the oldest plan in flight."""

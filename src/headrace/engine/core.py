@@ -176,7 +176,7 @@ class Engine:
             waiting=self._scheduler.waiting,
             running=len(self._scheduler.running),
             pages_total=allocator.total,
-            pages_used=allocator.used,
+            pages_used=self._scheduler.pages_used,
             prompt_tokens_total=counters.prompt_tokens,
             hit_tokens_total=counters.hit_tokens,
             computed_tokens_total=counters.computed_tokens,

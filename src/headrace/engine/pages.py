@@ -39,6 +39,10 @@ class PageAllocator:
         """Pages held by sequences."""
         return self.total - self.available
 
+    def holders(self, page: int) -> int:
+        """References to a page."""
+        return self._count[page]
+
     def allocate(self, n: int) -> list[int]:
         """Take n pages, all or none.
 

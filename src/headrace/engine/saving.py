@@ -51,6 +51,7 @@ class ChunkSource:
 class ChunkSave:
     """A save under way and the pages lent to it."""
 
+    key: bytes
     save: Save
     pages: list[int]
 
@@ -75,6 +76,7 @@ class Saves:
         self._chunk_tokens = chunk_tokens
         self._part = part_of(group)
         self._active: list[ChunkSave] = []
+        self._on_its_way: dict[bytes, ChunkSave] = {}
         self._plans: dict[int, list[ChunkSave]] = {}
         self.skipped = 0
 
@@ -82,7 +84,9 @@ class Saves:
         return len(self._active)
 
     def begin(self, chunk: ChunkSource) -> ChunkSave | None:
-        """Offer a chunk; None when the store does not take it, or too many pages are lent already."""
+        """Offer a chunk; None when it is on its way, the store does not take it, or too many pages are lent already."""
+        if chunk.key in self._on_its_way:  # sequences that share a prefix
+            return None
         if self._pool.lent + len(chunk.pages) > POOL_SHARE * self._pool.total:
             self.skipped += 1
             return None
@@ -104,7 +108,8 @@ class Saves:
         if save is None:
             return None
         self._pool.lend(chunk.pages)
-        item = ChunkSave(save, chunk.pages)
+        item = ChunkSave(chunk.key, save, chunk.pages)
+        self._on_its_way[chunk.key] = item
         self._active.append(item)
         return item
 
@@ -130,6 +135,7 @@ class Saves:
         for item in self._plans.pop(plan, ()):
             if give_up:
                 item.save.cancel()
+                self._forget(item)  # the chunk will be offered again
 
     def settle(self) -> None:
         """Take back pages that are packed."""
@@ -139,9 +145,14 @@ class Saves:
         for item in self._active:
             if item.save.packed:
                 self._pool.end_loan(item.pages)
+                self._forget(item)
             else:
                 still.append(item)
         self._active = still
+
+    def _forget(self, item: ChunkSave) -> None:
+        if self._on_its_way.get(item.key) is item:
+            del self._on_its_way[item.key]
 
     def cancel(self) -> None:
         """Give all up; their pages come back with `settle` as soon as no thread copies from them."""

@@ -88,6 +88,11 @@ class Scheduler:
         return self._running
 
     @property
+    def pages_used(self) -> int:
+        """Pages that sequences hold."""
+        return self._pages.used
+
+    @property
     def sequences(self) -> Collection[Sequence]:
         """All that are not finished."""
         return self._sequences.values()

@@ -1,5 +1,6 @@
 """Pages for sequences: a known prefix shared, the rest taken, all given back in one place. Plain data."""
 
+from collections import Counter
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
@@ -124,6 +125,12 @@ class SequencePages:
     def lent(self) -> int:
         """Pages on loan, counted once per loan."""
         return sum(len(pages) for pages in self._lent)
+
+    @property
+    def used(self) -> int:
+        """Pages that sequences hold; those that only loans keep are left out."""
+        loans = Counter(page for pages in self._lent for page in pages)
+        return self._allocator.used - sum(self._allocator.holders(page) == count for page, count in loans.items())
 
     @property
     def total(self) -> int:

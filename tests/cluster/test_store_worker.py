@@ -1,0 +1,91 @@
+"""A worker and its KV store: what it saved is there for the next one, and the loop stays awake while prefixes load."""
+
+import asyncio
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from headrace.bench.tiny_models import save
+from headrace.cluster.local import launch
+from headrace.core.config import CacheConfig, EngineConfig, ModelConfig, StoreConfig
+from headrace.core.events import Delta, EngineStats
+from headrace.core.request import Request
+from headrace.core.sampling import SamplingParams
+
+CHUNK = 16
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> EngineConfig:
+    return EngineConfig(
+        model=ModelConfig(model=str(save("llama", tmp_path / "model")), threads=1, dtype="float32"),
+        cache=CacheConfig(kv_memory=8 << 20),
+        store=StoreConfig(tier=(f"dir:{tmp_path / 'store'}:64MiB",), chunk_tokens=CHUNK, replication="all"),
+    )
+
+
+def request(name: str, prompt: list[int], max_tokens: int = 4) -> Request:
+    return Request(id=name, prompt=prompt, params=SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True))
+
+
+async def run(config: EngineConfig, requests: list[Request]) -> tuple[dict[str, list[Delta]], EngineStats, str]:
+    """Serve requests at once in a worker of their own, which ends as it does behind a server."""
+    client = await launch(config)
+    try:
+
+        async def collect(item: Request) -> list[Delta]:
+            return [delta async for delta in client.submit(item)]
+
+        answers = await asyncio.gather(*(collect(item) for item in requests))
+        return {item.id: found for item, found in zip(requests, answers)}, await client.stats(), client.info.store
+    finally:
+        await client.close()
+
+
+def words(deltas: list[Delta]) -> list[int]:
+    return [token for delta in deltas for token in delta.tokens]
+
+
+def test_stop_writes_what_waits_and_the_next_worker_loads_it(config: EngineConfig) -> None:
+    prompt = [3 + i % 90 for i in range(5 * CHUNK + 3)]
+    first, _, store = asyncio.run(run(config, [request("a", prompt)]))
+    assert "dir:" in store
+    second, stats, _ = asyncio.run(run(config, [request("a", prompt)]))
+    assert words(second["a"]) == words(first["a"])
+    assert second["a"][0].cached_tokens == 5 * CHUNK
+    (tier,) = stats.store_tiers
+    assert second["a"][0].cached_by_source == {tier: 5 * CHUNK}
+    assert stats.hit_tokens_by_source == {tier: 5 * CHUNK}
+
+
+def test_while_a_slow_tier_loads_others_are_served(config: EngineConfig, tmp_path: Path) -> None:
+    prompt = [3 + i % 90 for i in range(20 * CHUNK + 3)]
+    first, _, _ = asyncio.run(run(config, [request("a", prompt)]))
+    slow = replace(
+        config,
+        store=replace(config.store, tier=(f"throttled:256KB/s,depth=1:dir:{tmp_path / 'store'}:64MiB",)),
+    )  # about a second and a half for 20 chunks of three layers
+    order: list[str] = []
+
+    async def scenario() -> None:
+        client = await launch(slow)
+        try:
+
+            async def collect(item: Request) -> list[Delta]:
+                found = [delta async for delta in client.submit(item)]
+                order.append(item.id)
+                return found
+
+            loading = asyncio.create_task(collect(request("a", prompt)))
+            gone = asyncio.create_task(collect(request("gone", [7, *prompt])))
+            others = [await collect(request(f"o{i}", [5, 6, 7 + i], 2)) for i in range(5)]
+            client.abort("gone")
+            assert all(len(words(found)) == 2 for found in others)
+            assert words(await loading) == words(first["a"])
+            await gone
+        finally:
+            await client.close()
+
+    asyncio.run(scenario())
+    assert order.index("o4") < order.index("a")
