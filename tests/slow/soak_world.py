@@ -179,7 +179,9 @@ class Server:
             if folder.name.isdigit():
                 with contextlib.suppress(OSError):
                     state, _, _, session = (folder / "stat").read_text().rpartition(")")[2].split()[:4]
-                    if int(session) == self.process.pid and state != "Z":
+                    # A zombie may still have threads that end, and with them what they hold open and locked.
+                    dead = state == "Z" and len(os.listdir(folder / "task")) <= 1
+                    if int(session) == self.process.pid and not dead:
                         found.append(int(folder.name))
         return found
 
