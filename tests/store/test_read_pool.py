@@ -8,7 +8,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from headrace.core.errors import ConfigError
 from headrace.store.read_policies import POLICIES, pool_for
-from headrace.store.read_pool import Attempt, Outcome, ReadPool, ReadUnit, State, Verdict
+from headrace.store.read_pool import ReadPool
+from headrace.store.read_unit import Attempt, Outcome, ReadUnit, State, Verdict
 from headrace.store.tier_speed import FIRST_PAUSE, TierHealth, TierSpeed
 
 MB = 1 << 20

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from headrace.store.fetch import Layers
 from headrace.store.load import Deliver, LoadFailed
 from headrace.store.part import PartRange
-from headrace.store.read_pool import ReadUnit, State
+from headrace.store.read_unit import ReadUnit, State
 
 
 class ActiveLoad:

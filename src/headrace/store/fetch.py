@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from headrace.store.header import BadHeader, PartHeader, decode, record_sum
 from headrace.store.layout import HEADER_BYTES, KVLayout
 from headrace.store.part import PartId
-from headrace.store.read_pool import Outcome, ReadUnit, State
+from headrace.store.read_unit import Outcome, ReadUnit, State
 from headrace.store.tiers.tier import PartCutShort, PartMissing, Tier, TierError
 
 if TYPE_CHECKING:

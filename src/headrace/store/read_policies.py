@@ -1,12 +1,10 @@
 """Other ways to share reads between tiers, behind the same interface, to compare the completion-driven pool with."""
 
 from collections.abc import Sequence
-from typing import TypeVar
 
 from headrace.core.errors import ConfigError
-from headrace.store.read_pool import ReadPool, ReadUnit, State
-
-What = TypeVar("What")
+from headrace.store.read_pool import ReadPool
+from headrace.store.read_unit import ReadUnit, State, What
 
 POLICIES = ("completion", "static", "sequential")
 

@@ -16,91 +16,15 @@ or moved stays in its row and is passed over when it comes up. So the cost of a 
 import heapq
 from collections import Counter, deque
 from collections.abc import Sequence
-from enum import Enum
 from operator import attrgetter
-from typing import Generic, TypeVar
+from typing import Generic
 
+from headrace.store.read_unit import Attempt, Outcome, Rank, ReadUnit, State, Verdict, What
 from headrace.store.tier_speed import TierHealth, TierSpeed
-
-What = TypeVar("What")
-
-#: What comes first: number of the batch (0: hastened), place within it, a running number. Each row has its own.
-Rank = tuple[int, int, int]
 
 #: A read that takes this many times as long as expected, and this much longer, has stalled.
 STALL_FACTOR = 4.0
 STALL_SECONDS = 0.05
-
-
-class State(Enum):
-    """Where a unit is."""
-
-    PENDING = "pending"
-    READING = "reading"
-    WON = "won"
-    LOST = "lost"
-    CANCELLED = "cancelled"
-
-
-class Outcome(Enum):
-    """How an attempt ended: bytes that are right; a part that is missing or wrong; a tier that failed."""
-
-    OK = "ok"
-    WRONG = "wrong"
-    ERROR = "error"
-
-
-class Verdict(Enum):
-    """What an attempt's end means: its bytes count; somebody else's did; others try; nobody can."""
-
-    WON = "won"
-    LATE = "late"
-    RETRY = "retry"
-    LOST = "lost"
-
-
-class ReadUnit(Generic[What]):
-    """Something to be read at once.
-
-    Attributes:
-        owner: number of the load it belongs to.
-        holders: bit t is set when tier t has it.
-        order: place within its batch, lowest first: the layer.
-        nbytes: bytes to read.
-        what: the reader's own; means nothing here.
-    """
-
-    __slots__ = ("allowed", "attempts", "failed", "holders", "nbytes", "order", "owner", "rank", "state", "what")
-
-    def __init__(self, owner: int, holders: int, order: int, nbytes: int, what: What) -> None:
-        self.owner = owner
-        self.holders = holders
-        self.order = order
-        self.nbytes = nbytes
-        self.what = what
-        self.state = State.PENDING
-        self.failed = 0  # tiers that could not
-        self.attempts: list[Attempt[What]] | None = None
-        self.allowed: int  # tiers that may take it; names the heap it is in
-        self.rank: Rank
-
-
-class Attempt(Generic[What]):
-    """A unit given to a tier, until `finish`."""
-
-    __slots__ = ("expected", "hedge", "over", "started", "tier", "unit")
-
-    def __init__(self, unit: ReadUnit[What], tier: int, started: float, expected: float, hedge: bool) -> None:
-        self.unit = unit
-        self.tier = tier
-        self.started = started
-        self.expected = expected
-        self.hedge = hedge
-        self.over = False
-
-    def remaining(self, now: float) -> float:
-        """Seconds until it ends: what is left of what was expected; once that is over, as long as it is overdue."""
-        return abs(self.expected - (now - self.started))
 
 
 class ReadPool(Generic[What]):

@@ -21,8 +21,10 @@ from headrace.store.fetch import Layers, PartSource, fetch
 from headrace.store.layout import HEADER_BYTES, KVLayout
 from headrace.store.load import Deliver, FoundChunk
 from headrace.store.part import PartId, PartRange
+from headrace.store.plan_units import plan_units
 from headrace.store.read_policies import pool_for
-from headrace.store.read_pool import Attempt, Outcome, ReadPool, ReadUnit, Verdict
+from headrace.store.read_pool import ReadPool
+from headrace.store.read_unit import Attempt, Outcome, ReadUnit, Verdict
 from headrace.store.tiers.tier import Tier
 
 log = logging.getLogger(__name__)
@@ -163,7 +165,7 @@ class Reader:
             if self._closing:
                 self._give_up()
             self._settle()
-            for number in range(len(self._tiers)):
+            for number in range(0 if self._closing else len(self._tiers)):
                 self._wake(number, sum(count for holders, count in for_tiers.items() if holders >> number & 1))
         return loads
 
@@ -200,32 +202,8 @@ class Reader:
         load = ActiveLoad(
             number, len(chunks), wanted, len(self._tiers), deliver, self._lock, self._hasten, self._take_back
         )
-        layers: defaultdict[tuple[int, int], int] = defaultdict(int)
-        chunk_layers = [0] * len(chunks)
-        append = load.units.append
-        sizes: dict[tuple[int, int], tuple[int, int]] = {}
-        for index, chunk in enumerate(chunks):
-            for found in chunk.parts:
-                area = found.read or found.range
-                first, last = max(area.first_layer, wanted.first_layer), min(area.last_layer, wanted.last_layer)
-                if first >= last:
-                    continue
-                shape = (found.range.last_head - found.range.first_head, chunk.n_tokens)
-                if shape not in sizes:
-                    sizes[shape] = (self._layout.payload_bytes(*shape), self._layout.record_bytes(*shape))
-                payload, record = sizes[shape]
-                source = PartSource(load, index, PartId(chunk.key, found.range), chunk.n_tokens, payload, record)
-                holders = 0
-                for tier in found.tiers:
-                    holders |= 1 << tier
-                layers[first, last] += 1
-                chunk_layers[index] += last - first
-                at_once = max(1, self._unit_bytes // record)
-                for begin in range(first, last, at_once):
-                    end = min(begin + at_once, last)
-                    append(ReadUnit(number, holders, begin, (end - begin) * record, (source, begin, end)))
-                for_tiers[holders] += -(-(last - first) // at_once)
-        load.expect(layers, chunk_layers)
+        for holders, units in plan_units(load, chunks, wanted, self._layout, self._unit_bytes).items():
+            for_tiers[holders] += units
         return load
 
     def _hasten(self, load: ActiveLoad) -> None:
