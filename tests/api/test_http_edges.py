@@ -41,6 +41,7 @@ def error_of(response: httpx.Response, status: int) -> dict[str, Any]:
         b'{"model": "parrot", "prompt": "a", "max_tokens": ' + b"9" * 30 + b"}",
         b'{"model": "parrot", "prompt": "\\ud800"}',
         b'{"model": "parrot", "prompt": "\xff\xfe"}',
+        b'{"model": "parrot", "prompt": "a", "max_tokens": 1, "\xff": 1}',
         b'{"model": "parrot", "prompt": "a", "zz": ' + b"[" * 100_000 + b"]" * 100_000 + b"}",
         b'{"model": "parrot", "prompt": "a", "guided_json": ' + b'{"a":' * 200 + b"1" + b"}" * 200 + b"}",
         b'{"model": "parrot", "prompt": "a", "guided_json": ' + b'{"a":' * 3000 + b"1" + b"}" * 3000 + b"}",

@@ -46,7 +46,7 @@ def test_help_names_the_extra_to_install(tmp_path: Path) -> None:
 
 WRONG: list[tuple[list[str], dict[str, str], str]] = [
     (["serve", "--max-model-length", "4"], {}, "unknown flag --max-model-length (did you mean --max-model-len?)"),
-    (["srve"], {}, "Did you mean 'serve'? See headrace --help"),
+    (["srve"], {}, "Did you mean 'serve', 'store'? See headrace --help"),
     (["serve", "one", "two"], {}, "(two); see headrace serve --help"),
     (["serve", "--port", "abc"], {}, "--port: 'abc' is not a whole number\n"),
     (["serve", "--itl-target", "150"], {}, "150 has no unit; write 150ms or 150s"),

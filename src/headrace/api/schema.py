@@ -121,13 +121,13 @@ def decode(decoder: msgspec.json.Decoder[T], body: bytes) -> T:
         raise InvalidRequest("the request has no body; send a JSON object", code="invalid_json")
     try:
         decoded = decoder.decode(body)
+        _warn_of_unknown(type(decoded), body)  # here too the body may turn out to be no JSON: in what was skipped before
     except msgspec.ValidationError as error:
         raise _wrong_type(str(error)) from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise InvalidRequest(f"the request's body is not valid JSON: {error}", code="invalid_json") from None
     except RecursionError:
         raise InvalidRequest("the request's JSON is nested too deeply", code="invalid_json") from None
-    _warn_of_unknown(type(decoded), body)
     return decoded
 
 
