@@ -121,7 +121,7 @@ def decode(decoder: msgspec.json.Decoder[T], body: bytes) -> T:
         raise InvalidRequest("the request has no body; send a JSON object", code="invalid_json")
     try:
         decoded = decoder.decode(body)
-        _warn_of_unknown(type(decoded), body)  # here too the body may turn out to be no JSON: in what was skipped before
+        _warn_of_unknown(type(decoded), body)  # may find that what was skipped is no JSON
     except msgspec.ValidationError as error:
         raise _wrong_type(str(error)) from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
