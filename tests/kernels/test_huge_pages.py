@@ -22,3 +22,10 @@ def test_a_tensor_outlives_the_arena() -> None:
     tensor.copy_(torch.arange(1000))
     WeightArena().floats(1000).zero_()
     assert tensor.sum() == 999 * 500
+
+
+def test_a_block_begun_in_inference_mode_can_be_written_outside_it() -> None:
+    arena = WeightArena()
+    with torch.inference_mode():
+        arena.floats(10).zero_()
+    arena.floats(10).zero_()

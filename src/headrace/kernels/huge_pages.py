@@ -26,7 +26,7 @@ class WeightArena:
     def floats(self, count: int) -> Tensor:
         """`count` float32 numbers, not initialised, aligned to a cache line."""
         need = -(-4 * count // _LINE) * _LINE // 4
-        with self._lock:
+        with self._lock, torch.inference_mode(False):  # an inference tensor could not be written to outside that mode
             if self._block is None or self._used + need > len(self._block):
                 block = _map(4 * need)
                 if 4 * need >= _BLOCK:  # a block of its own; the rest of the present one is still good
