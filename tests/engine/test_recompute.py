@@ -79,20 +79,23 @@ def asked(running: Engine) -> tuple[float, list[int]]:
     return time.perf_counter() - begun, tokens(deltas)["a"]
 
 
-@pytest.fixture
-def pace(model: Path) -> tuple[float, int]:
+def computed_in(model: Path) -> tuple[float, int]:
     """Seconds that computing `LONG` takes, and bytes of its KV."""
     plain, parts = engine(config(model, caching=False, max_num_batched_tokens=256, kv_bytes=32 << 20))
     drain(plain, [request("warm", OTHER, 2)])
     return asked(plain)[0], bytes_of(parts)
 
 
-def test_sooner_than_computing_and_than_loading(
-    model: Path, folder: Path, wanted: list[int], pace: tuple[float, int]
-) -> None:
-    computing, nbytes = pace
-    tier = f"throttled:{int(nbytes / computing)}B/s:dir:{folder}:256MiB"
-    for attempt in range(4):  # other work on the machine may take any single one
+@pytest.fixture
+def pace(model: Path) -> tuple[float, int]:
+    """See `computed_in`."""
+    return computed_in(model)
+
+
+def test_sooner_than_computing_and_than_loading(model: Path, folder: Path, wanted: list[int]) -> None:
+    for attempt in range(6):  # other work on the machine may take any single one
+        computing, nbytes = computed_in(model)
+        tier = f"throttled:{int(nbytes / computing)}B/s:dir:{folder}:256MiB"
         times = {}
         for recompute in (False, True):
             running, parts = start(model, tier, recompute=recompute)
@@ -101,7 +104,7 @@ def test_sooner_than_computing_and_than_loading(
             computed = running.stats().computed_tokens_total
             assert running.close(60)
             assert parts.group.allocator.used == 0
-        if times[True] < 0.9 * min(times[False], computing) or attempt == 3:
+        if times[True] < 0.9 * min(times[False], computing) or attempt == 5:
             break
     assert times[True] < 0.9 * min(times[False], computing)
     assert computed > len(OTHER) + LENGTH // 5
