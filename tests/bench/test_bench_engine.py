@@ -2,6 +2,7 @@ import json
 import sys
 from dataclasses import replace
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import pytest
@@ -76,7 +77,9 @@ def test_throughput_beside_peers(config: EngineConfig, tiny: Path, tmp_path: Pat
     assert result.roofline_s == roofline_seconds(
         work_of([item.prompt for item in work], [5] * 5, engine.shape), engine.shape, known
     )
-    assert summary["roofline_share"] == pytest.approx(result.roofline_s / summary["wall_s"], rel=0.05, abs=1e-3)
+    wall = median(run.wall_s for run in result.ours)
+    assert summary["wall_s"] == round(wall, 3)
+    assert summary["roofline_share"] == round(result.roofline_s / wall, 4)
     assert summary["other_total_tokens_per_s"] == 50
     assert summary["speedup_over_other"] == pytest.approx(summary["total_tokens_per_s"] / 50, rel=0.01)
     assert summary["transformers_total_tokens_per_s"] > 0
