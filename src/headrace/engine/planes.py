@@ -1,6 +1,5 @@
 """KV planes: memory in reserved address space, committed by use and given back by range."""
 
-import contextlib
 import mmap
 from collections.abc import Iterable
 from typing import Any, Protocol
@@ -10,9 +9,6 @@ import torch
 from numpy.typing import DTypeLike, NDArray
 
 PAGE_BYTES = mmap.PAGESIZE
-#: Planes of at least so many bytes lie in huge pages where the kernel has them. Half of the processor time of loading a
-#: prefix into a fresh pool went into faults of small pages. It may cost a huge page per plane that is only partly used.
-HUGE_FROM_BYTES = 8 << 20
 
 
 class Planes(Protocol):
@@ -32,7 +28,7 @@ class Planes(Protocol):
 
 
 class HostPlanes:
-    """Planes in anonymous memory. The kernel commits a page of it when it is first written; a huge one of large planes.
+    """Planes in anonymous memory. The kernel commits a page of memory when it is first written.
 
     Reserving costs address space only, so `pages` is the largest number the group may ever grow to.
     """
@@ -45,9 +41,6 @@ class HostPlanes:
         size = max(layers * heads * self._plane_nbytes, PAGE_BYTES)
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0x4000)
         self._map = mmap.mmap(-1, size, flags=flags, prot=mmap.PROT_READ | mmap.PROT_WRITE)
-        if self._plane_nbytes >= HUGE_FROM_BYTES and hasattr(mmap, "MADV_HUGEPAGE"):
-            with contextlib.suppress(OSError):  # a kernel without them
-                self._map.madvise(mmap.MADV_HUGEPAGE)
         count = layers * heads * pages * int(np.prod(page_shape))
         flat: NDArray[Any] = np.frombuffer(self._map, dtype=dtype, count=count)
         self._array = flat.reshape(layers, heads, pages, *page_shape)
