@@ -53,6 +53,8 @@ class Machine(RuleBasedStateMachine):
         self.units += units
         self.verdicts.update({one: Counter() for one in units})
         self.pool.add(units, self.now)
+        for lost in self.pool.pop_lost():  # at once: only paused tiers have it
+            self.check_lost(lost)
 
     @rule(tier=st.integers(0, 2))
     def take(self, tier: int) -> None:

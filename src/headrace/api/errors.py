@@ -75,5 +75,6 @@ def timed_out(seconds: float) -> ApiError:
 def model_not_found(name: str, served: str) -> ApiError:
     """404 that names the model that is there."""
     alias = "" if served == "default" else " (alias `default`)"
-    message = f"The model `{name[:200]}` does not exist; this server has `{served}`{alias}"
+    shown = name[:200].encode("unicode_escape").decode() if not name[:200].isprintable() else name[:200]
+    message = f"The model `{shown}` does not exist; this server has `{served}`{alias}"
     return ApiError(404, message, "invalid_request_error", "model", "model_not_found")
