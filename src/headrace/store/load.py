@@ -1,11 +1,11 @@
 """What a reader is asked for and what it gives back: the contract between the store and whoever loads KV."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
 from headrace.core.errors import HeadraceError
-from headrace.store.part import PartId, PartRange, Unit
+from headrace.store.part import PartId, PartRange
 
 #: Called in a reading thread for every verified record: chunk number within the load, part, model layer, and the
 #: record (K then V, `[heads, tokens, head_dim]` each, padding left out). The memory is only valid during the call.
@@ -102,22 +102,3 @@ class Load(Protocol):
     def bytes_by_tier(self) -> tuple[int, ...]:
         """Bytes delivered so far, by tier number (the winners' only)."""
         ...
-
-
-def units_of(part: PartId, record_bytes: int, first_offset: int, unit_bytes: int, layers: Sequence[int]) -> list[Unit]:
-    """Cut a run of adjacent layers of a part into units of about `unit_bytes` (at least one layer each).
-
-    Args:
-        part: which part.
-        record_bytes: bytes of a layer's record.
-        first_offset: where the record of the part's first layer begins.
-        unit_bytes: the size aimed at.
-        layers: adjacent model layers, ascending, all in the part.
-    """
-    per_unit = max(1, unit_bytes // record_bytes)
-    base = part.range.first_layer
-    units = []
-    for first in range(layers[0], layers[-1] + 1, per_unit):
-        last = min(first + per_unit, layers[-1] + 1)
-        units.append(Unit(part, first, last, first_offset + (first - base) * record_bytes, record_bytes))
-    return units

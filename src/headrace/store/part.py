@@ -1,7 +1,6 @@
-"""Names of what is stored: parts of chunks, and the units in which they are read."""
+"""Names of what is stored: parts of chunks."""
 
 import re
-from dataclasses import dataclass
 from typing import NamedTuple
 
 KEY_BYTES = 32
@@ -67,32 +66,3 @@ class PartId(NamedTuple):
             return None
         part = cls(bytes.fromhex(found[1]), PartRange(*(int(found[i]) for i in range(2, 6))))
         return part if part.range.valid and part.name == name else None
-
-
-@dataclass(frozen=True, slots=True)
-class Unit:
-    """What is read at once: adjacent layers of one part.
-
-    Attributes:
-        part: which part.
-        first_layer: model layer of the first record.
-        last_layer: model layer after the last record.
-        offset: of the first record in the part, bytes.
-        record_bytes: bytes of each record.
-    """
-
-    part: PartId
-    first_layer: int
-    last_layer: int
-    offset: int
-    record_bytes: int
-
-    @property
-    def layers(self) -> range:
-        """Model layers of the unit."""
-        return range(self.first_layer, self.last_layer)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes to read."""
-        return (self.last_layer - self.first_layer) * self.record_bytes
