@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.ready
 
-.PHONY: setup run test lint unit test-slow bench-quick gpu-check wheel clean
+.PHONY: setup run test lint unit fuzz test-slow bench-quick gpu-check wheel clean
 
 setup: $(STAMP)
 
@@ -28,6 +28,10 @@ lint: setup
 
 unit: setup
 	$(BIN)/python -m pytest -m "not slow and not gpu"
+
+# The property tests with examples drawn anew; a failure prints how to repeat it.
+fuzz: setup
+	HYPOTHESIS_PROFILE=fuzz $(BIN)/python -m pytest -m "not slow and not gpu"
 
 test-slow: setup
 	$(BIN)/python -m pytest -m slow

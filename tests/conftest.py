@@ -1,8 +1,26 @@
 """Shared by all tests."""
 
+import os
+import random
 import sys
 from pathlib import Path
+
+import pytest
+from hypothesis import settings
+
+# The same examples in every run, so that a change is judged by what it changed; `make fuzz` draws new ones.
+settings.register_profile("repeatable", derandomize=True)
+settings.register_profile("fuzz", print_blob=True)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
 
 for room in sorted(Path(__file__).parent.iterdir()):
     if room.is_dir():
         sys.path.append(str(room))  # so that a room's tests find the helper modules beside them
+
+
+@pytest.fixture(autouse=True)
+def _seeds() -> None:
+    """Random tensors and choices that a test draws without a seed of its own are the same in every run."""
+    random.seed(0)
+    if torch := sys.modules.get("torch"):
+        torch.manual_seed(0)
