@@ -1,4 +1,4 @@
-"""POST /v1/chat/completions."""
+"""POST /v1/chat/completions, and lines of a batch for that route."""
 
 import time
 
@@ -7,19 +7,17 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from headrace.api.chat_answer import ChatSpec, ChatStream, ChatWhole
-from headrace.api.chunks import encode
 from headrace.api.meter import Meter
+from headrace.api.prepared import Prepared, respond
 from headrace.api.prompts import chat_text, check_sequences
 from headrace.api.prompts import encode as encode_prompt
 from headrace.api.reasoning import CLOSE, OPEN
-from headrace.api.running import drain
 from headrace.api.sampling import sampling_params
 from headrace.api.schema import decode
 from headrace.api.schema_chat import CHAT_DECODER, ChatRequest
 from headrace.api.state import ServerState
-from headrace.api.streaming import EventStream
 from headrace.api.structured import requested_grammar
-from headrace.api.submit import new_id, read_body, submit
+from headrace.api.submit import new_id, read_body
 from headrace.api.tool_choice import ToolUse, tool_use
 from headrace.api.tool_parser import OPEN as CALL_OPEN
 from headrace.core.errors import InvalidRequest
@@ -32,7 +30,16 @@ async def chat_completions(state: ServerState, request: Request, meter: Meter) -
     Raises:
         HeadraceError: refused, with its HTTP face in `errors.as_api_error`.
     """
-    chat = decode(CHAT_DECODER, await read_body(request))
+    return await respond(state, request, await prepare_chat(state, await read_body(request)), meter)
+
+
+async def prepare_chat(state: ServerState, raw: bytes) -> Prepared:
+    """Understand the body of a chat completion.
+
+    Raises:
+        HeadraceError: refused, with its HTTP face in `errors.as_api_error`.
+    """
+    chat = decode(CHAT_DECODER, raw)
     state.check_model(chat.model)
     _refuse_unsupported(chat)
     check_sequences(chat.n or 1)
@@ -63,12 +70,15 @@ async def chat_completions(state: ServerState, request: Request, meter: Meter) -
         continuous_usage=bool(options and options.include_usage and options.continuous_usage_stats),
         prompt_ids=prompt if chat.return_token_ids else None,
     )
-    streams = await submit(state, chat, request_id, [prompt], params, "messages")
-    if chat.stream:
-        return EventStream(state, streams, ChatStream(spec, state.texts, meter))
-    whole = ChatWhole(spec, state.texts, meter)
-    await drain(state, streams, request.receive, whole.add)
-    return Response(encode(whole.body()), media_type="application/json")
+    return Prepared(
+        chat,
+        request_id,
+        [prompt],
+        params,
+        "messages",
+        lambda meter: ChatWhole(spec, state.texts, meter),
+        lambda meter: ChatStream(spec, state.texts, meter),
+    )
 
 
 async def _prompt(

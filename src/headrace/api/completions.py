@@ -1,4 +1,4 @@
-"""POST /v1/completions."""
+"""POST /v1/completions, and lines of a batch for that route."""
 
 import time
 
@@ -6,19 +6,17 @@ from msgspec import structs
 from starlette.requests import Request
 from starlette.responses import Response
 
-from headrace.api.chunks import encode
 from headrace.api.completion_answer import CompletionSpec, CompletionStream, CompletionWhole
 from headrace.api.meter import Meter
+from headrace.api.prepared import Prepared, respond
 from headrace.api.prompts import MAX_SEQUENCES, check_length, check_sequences, check_tokens
 from headrace.api.prompts import encode as encode_prompt
-from headrace.api.running import drain
 from headrace.api.sampling import sampling_params
 from headrace.api.schema import decode
 from headrace.api.schema_completion import COMPLETION_DECODER, CompletionRequest
 from headrace.api.state import ServerState
-from headrace.api.streaming import EventStream
 from headrace.api.structured import requested_grammar
-from headrace.api.submit import new_id, read_body, submit
+from headrace.api.submit import new_id, read_body
 from headrace.core.errors import InvalidRequest
 from headrace.core.sampling import SamplingParams
 
@@ -29,7 +27,16 @@ async def completions(state: ServerState, request: Request, meter: Meter) -> Res
     Raises:
         HeadraceError: refused, with its HTTP face in `errors.as_api_error`.
     """
-    body = decode(COMPLETION_DECODER, await read_body(request))
+    return await respond(state, request, await prepare_completion(state, await read_body(request)), meter)
+
+
+async def prepare_completion(state: ServerState, raw: bytes) -> Prepared:
+    """Understand the body of a text completion.
+
+    Raises:
+        HeadraceError: refused, with its HTTP face in `errors.as_api_error`.
+    """
+    body = decode(COMPLETION_DECODER, raw)
     state.check_model(body.model)
     if body.suffix:
         raise InvalidRequest("suffix is not supported; this model only continues a text", "suffix")
@@ -64,12 +71,15 @@ async def completions(state: ServerState, request: Request, meter: Meter) -> Res
         continuous_usage=bool(options and options.include_usage and options.continuous_usage_stats),
         return_ids=bool(body.return_token_ids),
     )
-    streams = await submit(state, body, request_id, prompts, params, "prompt")
-    if body.stream:
-        return EventStream(state, streams, CompletionStream(spec, state.texts, meter))
-    whole = CompletionWhole(spec, state.texts, meter)
-    await drain(state, streams, request.receive, whole.add)
-    return Response(encode(whole.body()), media_type="application/json")
+    return Prepared(
+        body,
+        request_id,
+        prompts,
+        params,
+        "prompt",
+        lambda meter: CompletionWhole(spec, state.texts, meter),
+        lambda meter: CompletionStream(spec, state.texts, meter),
+    )
 
 
 def split_prompt(prompt: str | list[int | str | list[int]]) -> list[str | list[int]]:
