@@ -31,6 +31,7 @@ class Parrot:
         max_running: sequences at once; the others wait.
         max_queue: requests in flight; more are refused.
         max_model_len: prompt plus output tokens of a sequence.
+        path: folder of a model's configuration.
     """
 
     def __init__(
@@ -43,12 +44,13 @@ class Parrot:
         max_running: int = 64,
         max_queue: int = 1024,
         max_model_len: int = 4096,
+        path: str = "",
     ) -> None:
         self._info = EngineInfo(
             model="parrot", fingerprint="f" * 64, max_model_len=max_model_len, vocab_size=vocab_size,
             eos_token_ids=[eos],
             dtype="float32", device="cpu", page_size=16, pages=64, kv_bytes=0, weight_bytes=0, load_seconds=0.0,
-            pid=os.getpid(), path="",
+            pid=os.getpid(), path=path,
         )  # fmt: skip
         self._eos = eos
         self._brackets = brackets

@@ -4,9 +4,11 @@ import asyncio
 import contextlib
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeVar
 
 import httpx
@@ -17,6 +19,7 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as FastTokenizer
 
 from headrace.api.app import create_app, make_state
+from headrace.api.batch_service import BatchService
 from headrace.api.http_protocol import BoundedHttpProtocol
 from headrace.api.state import ServerState
 from headrace.core.config import ServerConfig
@@ -43,6 +46,19 @@ def byte_tokenizer(template: str = CHATML) -> Tokenizer:
     return Tokenizer(fast, {"eos_token": "<|im_end|>"}, {"default": template})
 
 
+class Clock:
+    """The time of day, for batches; `skip` lets it jump."""
+
+    def __init__(self) -> None:
+        self._ahead = 0.0
+
+    def time(self) -> float:
+        return time.time() + self._ahead
+
+    def skip(self, seconds: float) -> None:
+        self._ahead += seconds
+
+
 @dataclass
 class Served:
     """A running server and what lies behind it; `call` runs something on its loop."""
@@ -52,6 +68,7 @@ class Served:
     state: ServerState
     tokenizer: Tokenizer
     loop: asyncio.AbstractEventLoop
+    clock: "Clock"
 
     def call(self, work: Callable[[], T]) -> T:
         done: Future[T] = Future()
@@ -91,6 +108,7 @@ def parrot_state(
     config: ServerConfig | None = None,
     template: str = CHATML,
     defaults: SamplingParams | None = None,
+    home: Path | None = None,
     **engine_options: Any,
 ) -> tuple[Parrot, ServerState]:
     """A parrot and what routes share over it; made on the loop it belongs to."""
@@ -100,28 +118,32 @@ def parrot_state(
     eos = tokenizer.token_id("<|im_end|>")
     assert eos is not None
     engine = Parrot(tokenizer.vocab_size, eos, brackets, letters, **engine_options)
-    return engine, make_state(Generator(engine, tokenizer, defaults), config or ServerConfig())
+    return engine, make_state(Generator(engine, tokenizer, defaults), config or ServerConfig(), home=home)
 
 
 @contextlib.contextmanager
 def serve_parrot(config: ServerConfig | None = None, **options: Any) -> Iterator[Served]:
     """A server on a free port; on leaving it is checked that nothing is left behind."""
     listener = socket.create_server(("127.0.0.1", 0))
+    clock = Clock()
     ready: Future[tuple[Parrot, ServerState, asyncio.AbstractEventLoop, uvicorn.Server]] = Future()
 
     async def run() -> None:
         engine, state = parrot_state(config, **options)
+        batches = BatchService(state, clock.time)
+        await batches.resume()
         settings = uvicorn.Config(
-            create_app(state), log_config=None, lifespan="off", http=BoundedHttpProtocol, ws="none"
+            create_app(state, batches), log_config=None, lifespan="off", http=BoundedHttpProtocol, ws="none"
         )
         server = uvicorn.Server(settings)
         ready.set_result((engine, state, asyncio.get_running_loop(), server))
         await server.serve(sockets=[listener])
+        await batches.close()
 
     thread = threading.Thread(target=lambda: asyncio.run(run()), daemon=True)
     thread.start()
     engine, state, loop, server = ready.result(20)
-    served = Served(f"http://127.0.0.1:{listener.getsockname()[1]}", engine, state, state.tokenizer, loop)
+    served = Served(f"http://127.0.0.1:{listener.getsockname()[1]}", engine, state, state.tokenizer, loop, clock)
     served.wait(lambda: server.started)
     try:
         yield served

@@ -104,3 +104,57 @@ def test_the_scheduler_keeps_to_the_target_and_finishes_the_prompt() -> None:
     assert 2 <= len(beside) < 40
     assert world.outputs["talk"] == answer(talk)
     assert world.outputs["long"] == answer(long)
+
+
+def test_offline_tokens_lengthen_an_online_step_by_their_share_only() -> None:
+    budget = begun(replace(CONFIG, itl_target=0.0))
+    budget.add_prefill(0, 190, sampled=True)  # 200 ms
+    budget.begin_offline(0.2)
+    assert budget.decode_fits(100)
+    assert budget.prefill_tokens(0, 1000) == 39  # the last token of a prompt also goes through the head
+    budget.add_prefill(0, 40, sampled=False)
+    assert not budget.decode_fits(100)
+    assert budget.prefill_tokens(0, 1000) == 0
+
+
+def test_offline_tokens_alone_take_the_whole_budget() -> None:
+    budget = begun()
+    budget.begin_offline(0.2)
+    assert budget.decode_fits(100)
+    assert budget.prefill_tokens(0, 1000) == 512
+
+
+def test_a_target_binds_offline_tokens_too() -> None:
+    budget = begun()
+    budget.add_decode(100, online=True)  # 11 ms
+    budget.begin_offline(10.0)
+    assert budget.prefill_tokens(0, 1000) == 39
+
+
+def test_without_a_model_the_share_is_of_tokens() -> None:
+    budget = begun(replace(CONFIG, itl_target=0.0), None)
+    budget.add_prefill(0, 100, sampled=True)
+    budget.begin_offline(0.25)
+    assert budget.prefill_tokens(0, 1000) == 25
+    budget.add_prefill(0, 24, sampled=False)
+    assert budget.decode_fits(100)
+    budget.add_decode(100, online=False)
+    assert not budget.decode_fits(100)
+
+
+def test_offline_prompts_are_cut_shorter_while_their_steps_are_given_up() -> None:
+    budget = begun()
+
+    def chunk() -> int:
+        budget.begin()
+        budget.begin_offline(0.2)
+        return budget.prefill_tokens(0, 1000)
+
+    for expected in (256, 128, 64, 32, 16, 16):
+        budget.abandoned()
+        assert chunk() == expected
+    budget.completed_offline()
+    assert chunk() == 48
+    for _ in range(32):
+        budget.completed_offline()
+    assert chunk() == 512

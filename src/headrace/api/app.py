@@ -9,11 +9,15 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 
+from headrace.api.batch_service import BatchService
+from headrace.api.batches import batch_routes
 from headrace.api.chat import chat_completions
 from headrace.api.chunks import encode
 from headrace.api.completions import completions
 from headrace.api.edge import Edge
 from headrace.api.errors import ApiError, as_api_error
+from headrace.api.file_store import FileStore
+from headrace.api.files import file_routes
 from headrace.api.metrics import CONTENT_TYPE, Metrics
 from headrace.api.models import model_card, model_list
 from headrace.api.reasoning import OPEN
@@ -23,7 +27,8 @@ from headrace.api.schema_completion import CompletionRequest, DetokenizeRequest,
 from headrace.api.state import ServerState
 from headrace.api.token_text import TokenText
 from headrace.api.tokens import detokenize, tokenize
-from headrace.core.config import ServerConfig
+from headrace.core import paths
+from headrace.core.config import EngineConfig, ServerConfig
 from headrace.core.errors import EngineDead, HeadraceError
 from headrace.front.generator import Generator
 from headrace.version import __version__
@@ -41,8 +46,6 @@ ABSENT = (
     "/v1/fine_tuning",
     "/v1/vector_stores",
     "/v1/uploads",
-    "/v1/files",
-    "/v1/batches",
     "/v1/realtime",
     "/v1/evals",
     "/v1/containers",
@@ -51,8 +54,18 @@ ABSENT = (
 )
 
 
-def make_state(generator: Generator, config: ServerConfig) -> ServerState:
-    """What the routes share, with the names and parsers that the configuration and the model imply."""
+def make_state(
+    generator: Generator, config: ServerConfig, engine: EngineConfig | None = None, home: Path | None = None
+) -> ServerState:
+    """What the routes share, with the names and parsers that the configuration and the model imply.
+
+    Args:
+        generator: over the engine.
+        config: of the server.
+        engine: what the engine was configured with; None: its defaults.
+        home: where files and batches lie; None: `HEADRACE_HOME`.
+    """
+    home = home or paths.home()
     tokenizer, info = generator.tokenizer, generator.client.info
     model = config.served_model_name or (Path(info.model).name if Path(info.model).exists() else info.model)
     knows_think = OPEN in (tokenizer.chat_template or "") or tokenizer.token_id(OPEN) is not None
@@ -65,14 +78,19 @@ def make_state(generator: Generator, config: ServerConfig) -> ServerState:
         model=model,
         metrics=Metrics(model),
         hermes=config.tool_parser != "none",
+        engine=engine or EngineConfig(),
+        files=FileStore(home / "files", config.max_files_bytes),
+        jobs=home / "jobs",
         think=config.reasoning_parser == "think" or (config.reasoning_parser == "auto" and knows_think),
     )
 
 
-def create_app(state: ServerState) -> FastAPI:
-    """The ASGI application over one engine."""
+def create_app(state: ServerState, batches: BatchService | None = None) -> FastAPI:
+    """The ASGI application over one engine; `batches` runs the jobs, None: one made here."""
     app = FastAPI(title="Headrace", version=__version__, redirect_slashes=False)
     _generation_routes(app, state)
+    file_routes(app, state)
+    batch_routes(app, state, batches or BatchService(state))
     _other_routes(app, state)
     app.add_exception_handler(HTTPException, _http_error)
     app.add_exception_handler(HeadraceError, _refused)
@@ -82,7 +100,7 @@ def create_app(state: ServerState) -> FastAPI:
         app.add_middleware(
             CORSMiddleware,
             allow_origins=origins,
-            allow_methods=["GET", "POST"],
+            allow_methods=["GET", "POST", "DELETE"],
             allow_headers=["*"],
             expose_headers=["X-Request-Id", "Retry-After"],
         )
@@ -168,7 +186,11 @@ async def _http_error(request: Request, error: Exception) -> Response:
     what = f"{request.method} {request.url.path[:200]}"
     if status == 404:
         known = request.url.path.startswith(ABSENT)
-        tell = "is not available: this server has chat and text completions" if known else "does not exist"
+        tell = (
+            "is not available: this server has chat and text completions, files and batches of them"
+            if known
+            else "does not exist"
+        )
         return ApiError(404, f"{what} {tell}", code="unknown_url", headers=headers).response()
     if status == 405:
         return ApiError(405, f"{what}: method not allowed", code="method_not_allowed", headers=headers).response()

@@ -10,7 +10,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from headrace.api.auth import OPEN_PATHS, check_key
 from headrace.api.errors import as_api_error, too_many
-from headrace.api.limits import BodyBudget, LimitedBody
+from headrace.api.limits import BodyBudget, LimitedBody, StreamedBody
 from headrace.api.meter import Meter
 from headrace.api.running import ClientGone
 from headrace.api.state import ServerState
@@ -18,6 +18,7 @@ from headrace.api.state import ServerState
 log = logging.getLogger("headrace.api")
 
 _ID = re.compile(r"[\x21-\x7e]{1,128}")
+UPLOAD_PATH = "/v1/files"
 _UNLIMITED = OPEN_PATHS | {"/version", "/v1/models"}
 
 
@@ -40,14 +41,17 @@ class Edge:
             return await self._app(scope, receive, send)
         exchange = Exchange(self._state, scope, send)
         state = self._state
-        body: LimitedBody | None = None
+        body: LimitedBody | StreamedBody | None = None
         state.metrics.http_active += 1
         try:
             path = scope["path"]
             check_key(state.config.api_key, path, scope["headers"])
             if path not in _UNLIMITED and state.metrics.http_active > state.config.max_connections:
                 raise too_many(f"the server already serves {state.config.max_connections} requests; try again later")
-            body = LimitedBody(receive, scope["headers"], self._budget)
+            if path == UPLOAD_PATH and scope["method"] == "POST":
+                body = StreamedBody(receive, scope["headers"], state.config.max_file_bytes)
+            else:
+                body = LimitedBody(receive, scope["headers"], self._budget)
             await self._app(scope, body, exchange.send)
         except Exception as error:
             await exchange.fail(error)

@@ -14,6 +14,7 @@ import uvicorn
 
 from headrace.api import logs
 from headrace.api.app import create_app, make_state
+from headrace.api.batch_service import BatchService
 from headrace.api.http_protocol import BoundedHttpProtocol
 from headrace.api.startup import StartProgress, start_engine
 from headrace.api.state import ServerState
@@ -89,19 +90,22 @@ async def _serve(config: Config, listener: socket.socket) -> None:
         generator = starting.result()
     progress.ready()
     try:
-        state = make_state(generator, config.server)
-        server = _Server(state, lambda: _announce(state, listener))
+        state = make_state(generator, config.server, config.engine)
+        batches = BatchService(state)
+        server = _Server(state, batches, lambda: _announce(state, listener))
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, server.interrupt)
         if interrupt.is_set():
             return
         watching = asyncio.create_task(_watch(state, server))
+        await batches.resume()
         try:
             await server.serve(sockets=[listener])
         except OSError as error:  # somebody else began to listen while the model loaded
             raise ConfigError(f"cannot listen on port {config.server.port}: {error.strerror}") from None
         finally:
             watching.cancel()
+            await batches.close()
         if state.dead is not None:
             raise state.dead
     finally:
@@ -117,12 +121,14 @@ class _Server(uvicorn.Server):
 
     Args:
         state: of the app; tells what is in flight.
+        batches: let go of their job at the first signal.
         announce: called once it listens.
     """
 
-    def __init__(self, state: ServerState, announce: Callable[[], None]) -> None:
-        super().__init__(_uvicorn_config(state))
+    def __init__(self, state: ServerState, batches: BatchService, announce: Callable[[], None]) -> None:
+        super().__init__(_uvicorn_config(state, batches))
         self._state = state
+        self._batches = batches
         self._announce = announce
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
@@ -143,6 +149,7 @@ class _Server(uvicorn.Server):
         elif count := len(self._state.active):
             limit = self._state.config.drain_timeout
             _say(f"finishing {count} request{'s' * (count > 1)} (up to {limit:g} s); press Ctrl-C again to stop now")
+        self._batches.stop()
         self.should_exit = True
 
 
@@ -168,9 +175,9 @@ async def _watch(state: ServerState, server: _Server) -> None:
                 state.end_all("the server is shutting down")
 
 
-def _uvicorn_config(state: ServerState) -> uvicorn.Config:
+def _uvicorn_config(state: ServerState, batches: BatchService) -> uvicorn.Config:
     return uvicorn.Config(
-        create_app(state),
+        create_app(state, batches),
         http=BoundedHttpProtocol,
         ws="none",
         lifespan="off",

@@ -2,13 +2,15 @@
 
 import time
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from headrace.api.errors import ApiError, model_not_found
+from headrace.api.file_store import FileStore
 from headrace.api.mailbox import Mailbox
 from headrace.api.metrics import Metrics
 from headrace.api.token_text import TokenText
 from headrace.core.client import EngineClient
-from headrace.core.config import ServerConfig
+from headrace.core.config import EngineConfig, ServerConfig
 from headrace.core.errors import EngineDead
 from headrace.core.events import EngineInfo, EngineStats
 from headrace.front.generator import Generator
@@ -31,6 +33,9 @@ class ServerState:
         metrics: what is counted.
         hermes: tool calls are parsed.
         think: reasoning is parsed.
+        engine: what the engine was configured with.
+        files: what clients uploaded and batches wrote.
+        jobs: folder of the batches.
         active: mailboxes of the requests in flight, so that a drain can end them.
         dead: set once the engine is known to have ended.
     """
@@ -44,6 +49,9 @@ class ServerState:
     metrics: Metrics
     hermes: bool
     think: bool
+    engine: EngineConfig
+    files: FileStore
+    jobs: Path
     created: int = field(default_factory=lambda: int(time.time()))
     active: set[Mailbox] = field(default_factory=set)
     dead: EngineDead | None = None

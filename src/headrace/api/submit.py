@@ -10,6 +10,7 @@ from headrace.api.sampling import cache_salt, priority, service_class
 from headrace.api.schema import GenerationFields, check_content_type
 from headrace.api.state import ServerState
 from headrace.core.errors import EngineDead, InvalidRequest
+from headrace.core.request import OFFLINE_SHARE, ServiceClass
 from headrace.core.sampling import SamplingParams
 from headrace.front.generator import TextStream
 
@@ -44,6 +45,8 @@ async def submit(
     prompts: Sequence[list[int]],
     params: SamplingParams,
     param: str,
+    service: ServiceClass | None = None,
+    share: float = OFFLINE_SHARE,
 ) -> list[TextStream]:
     """Start the generation of every prompt; if one is refused, none stays.
 
@@ -54,18 +57,26 @@ async def submit(
         prompts: token ids.
         params: for all of them.
         param: the field that errors about the prompt name.
+        service: in place of the class that the request asks for.
+        share: of steps, see `core.request.Request`.
 
     Raises:
         InvalidRequest: of the prompt or the parameters.
         QueueFull: no room for all of them.
         EngineDead: the engine has ended.
     """
-    service, rank, salt = service_class(request), priority(request), cache_salt(request)
+    asked, rank, salt = service_class(request), priority(request), cache_salt(request)
     streams: list[TextStream] = []
     try:
         for i, prompt in enumerate(prompts):
             stream = await state.generator.start(
-                prompt, params, request_id=f"{request_id}-{i}", service=service, priority=rank, cache_salt=salt
+                prompt,
+                params,
+                request_id=f"{request_id}-{i}",
+                service=service or asked,
+                priority=rank,
+                cache_salt=salt,
+                share=share,
             )
             streams.append(stream)
     except BaseException as error:

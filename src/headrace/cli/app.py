@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from headrace.cli.batch import batch
 from headrace.cli.bench import bench
 from headrace.cli.chat import chat
 from headrace.cli.help import Command
@@ -50,6 +51,7 @@ app.command(cls=Command)(serve)
 app.command(cls=Command)(chat)
 app.add_typer(models, name="models")
 app.add_typer(store, name="store")
+app.add_typer(batch, name="batch")
 app.add_typer(bench, name="bench")
 
 

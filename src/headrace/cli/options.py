@@ -18,8 +18,10 @@ _PANELS = {
 Json = Annotated[bool, typer.Option("--json", help="print one JSON object as the last line")]
 
 
-def with_settings(tree: type) -> Callable[[Callable[..., None]], Callable[..., None]]:
+def with_settings(tree: type, *, positional: bool = True) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Give a command an option for every leaf of a configuration tree, `--config FILE` and a positional MODEL.
+
+    Commands with arguments of their own do without the latter (`positional=False`).
 
     The command's first parameter receives the resolved tree; its other parameters are options of its own.
     """
@@ -30,15 +32,20 @@ def with_settings(tree: type) -> Callable[[Callable[..., None]], Callable[..., N
 
         def run(**values: Any) -> None:
             flags = {setting.name: values.pop(setting.name) for setting in settings}
-            positional = values.pop("positional_model")
-            if positional is not None:
-                if flags["model"] not in (None, positional):
-                    raise ConfigError(f"two models given: {positional} and --model {flags['model']}; give one")
-                flags["model"] = positional
+            model = values.pop("positional_model", None)
+            if model is not None:
+                if flags["model"] not in (None, model):
+                    raise ConfigError(f"two models given: {model} and --model {flags['model']}; give one")
+                flags["model"] = model
             config: Any = resolve(tree, flags, root=Config, file=values.pop("config"))
             command(config, **values)
 
-        parameters = [_positional(), _config_file(), *(_parameter(setting) for setting in settings), *own]
+        parameters = [
+            *([_positional()] if positional else []),
+            _config_file(),
+            *(_parameter(setting) for setting in settings),
+            *own,
+        ]
         run.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
             [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in parameters]
         )

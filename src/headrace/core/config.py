@@ -102,6 +102,8 @@ class ServerConfig:
     chat_template: str | None = option(None, "file with a Jinja chat template, in place of the model's")
     generation_config: bool = option(True, "take default sampling parameters from the model's generation_config.json")
     max_request_bytes: int = option(16 << 20, "largest request body", bytes=True)
+    max_file_bytes: int = option(1 << 30, "largest file that may be uploaded for a batch", bytes=True)
+    max_files_bytes: int = option(16 << 30, "bytes of all uploaded files and results of batches together", bytes=True)
     max_connections: int = option(512, "requests served at once; more get 429")
     drain_timeout: float = option(30.0, "after SIGTERM, wait this long for running requests", seconds=True)
     request_timeout: float = option(0.0, "end a request after this long; 0: never", seconds=True)

@@ -9,6 +9,10 @@ class StepBudget:
 
     With `itl_target`, prefill beside an online decode token is limited to what keeps the predicted step within the
     target; the prediction is corrected by what the steps before really took and by how much they scattered.
+
+    Offline tokens may make a step that holds online ones longer by a share of its predicted time (`begin_offline`). A
+    step of offline tokens alone is given up when online work comes, so prompts in it are cut shorter the more often
+    that happens, and longer again while it does not.
     """
 
     def __init__(self, config: SchedulerConfig, model: StepTimeModel | None) -> None:
@@ -16,6 +20,7 @@ class StepBudget:
         self._target = config.itl_target if model is not None else 0.0
         self._model = model
         self._correction = Correction()
+        self._chunk = config.max_num_batched_tokens
         self.begin()
 
     def begin(self) -> None:
@@ -23,6 +28,30 @@ class StepBudget:
         self._tokens = 0
         self._load = StepLoad()
         self._streaming = False
+        self._offline = False
+        self._offline_prefill = 0
+        self._most_seconds = 0.0
+        self._most_tokens = 0
+
+    def begin_offline(self, share: float) -> None:
+        """What is asked for from here on is for offline sequences.
+
+        Args:
+            share: by which they may make the step longer, if there is anything in it by now.
+        """
+        self._offline = True
+        if self._tokens:
+            self._most_tokens = self._tokens + max(1, int(self._tokens * share))
+            if self._model is not None:
+                self._most_seconds = self._model.seconds(self._load) * (1 + share)
+
+    def completed_offline(self) -> None:
+        """A step of offline tokens alone was done."""
+        self._chunk = min(self._most, self._chunk + max(1, self._most // CHUNK_GROWTH))
+
+    def abandoned(self) -> None:
+        """A step of offline tokens alone was given up."""
+        self._chunk = max(min(MINIMUM_CHUNK, self._most), self._chunk // 2)
 
     @property
     def full(self) -> bool:
@@ -30,7 +59,11 @@ class StepBudget:
         return self._tokens >= self._most
 
     def decode_fits(self, context: int) -> bool:
-        """False when one more decode token would push a step with online tokens over the target."""
+        """False when one more offline decode token would push a step with online tokens over a limit."""
+        if self._most_tokens and self._model is None:
+            return self._tokens < self._most_tokens
+        if self._most_seconds and self._model is not None:
+            return self._model.seconds(self._load + self._model.decode(context)) <= self._limit_seconds()
         if not self._target or not self._streaming or self._model is None:
             return True
         predicted = self._model.seconds(self._load + self._model.decode(context))
@@ -46,12 +79,20 @@ class StepBudget:
     def add_prefill(self, start: int, length: int, sampled: bool) -> None:
         """Count a prefill chunk."""
         self._tokens += length
+        if self._offline:
+            self._offline_prefill += length
         if self._model is not None:
             self._load += self._model.prefill(start, length, int(sampled))
 
     def prefill_tokens(self, start: int, remaining: int) -> int:
         """How many of the remaining tokens of a prompt fit, from position `start`."""
         most = min(remaining, self._most - self._tokens)
+        if self._offline:
+            most = min(most, self._chunk - self._offline_prefill)
+            if self._most_tokens and self._model is None:
+                return max(0, min(most, self._most_tokens - self._tokens))
+            if self._most_seconds and self._model is not None and most > 0:
+                return self._model.prefill_that_fits(self._limit_seconds(), self._load, start, most)
         if most <= 0 or not self._target or not self._streaming or self._model is None:
             return max(0, most)
         target = self._target / self._correction.cautious
@@ -59,6 +100,12 @@ class StepBudget:
         if fits == 0 and self._load.attention_flops == 0:
             return min(most, MINIMUM_CHUNK)  # a target that cannot be met must not starve prompts
         return fits
+
+    def _limit_seconds(self) -> float:
+        """The longest a step with online tokens may be for the sake of offline ones, uncorrected."""
+        if not self._target or not self._streaming:
+            return self._most_seconds
+        return min(self._most_seconds, self._target / self._correction.cautious)
 
     @property
     def correction(self) -> float:
@@ -78,3 +125,5 @@ class StepBudget:
 
 
 MINIMUM_CHUNK = 16
+#: The chunk of a step that may be given up grows by the largest step over this.
+CHUNK_GROWTH = 16

@@ -31,8 +31,9 @@ class Scheduler:
     """Forms step plans over one page pool.
 
     Decode tokens come first, then prompts under way, then new ones, each online before offline; offline work gets what
-    online leaves. A prompt whose next pages another running sequence is computing waits for them instead of computing
-    them again. When a decode token finds no page, the last in order of service gives its pages up.
+    online leaves, but makes a step that holds online tokens longer by no more than its share (`Request.share`). A
+    prompt whose next pages another running sequence is computing waits for them instead of computing them again. When
+    a decode token finds no page, the last in order of service gives its pages up.
 
     A prompt of which the store knows more than the pool is admitted with a `LoadOrder`: its pages are taken, but it is
     in no plan before `exclude` lets it. It may be admitted although the plan is full, so that its KV comes meanwhile.
@@ -198,8 +199,10 @@ class Scheduler:
         budget = self._budget
         budget.begin()
         for online in (True, False):
-            if not online and budget.full:
-                break
+            if not online:
+                if budget.full:
+                    break
+                budget.begin_offline(self._offline_share())
             self._plan_decode(online, exclude, chunks, preempted)
             self._plan_prefill(online, exclude, chunks)
             if not preempted:
@@ -231,6 +234,8 @@ class Scheduler:
         counters.step_seconds += result.seconds
         counters.computed_tokens += plan.tokens
         self._budget.observe(plan.predicted_s, result.seconds)
+        if plan.service == "offline":
+            self._budget.completed_offline()
         progress = []
         for chunk in plan.chunks:
             seq = self._sequences[chunk.seq]
@@ -250,6 +255,7 @@ class Scheduler:
         """Undo a plan that was given up between layers; its work is planned again."""
         plan = self._plans.pop(plan_id)
         self.counters.abandoned += 1
+        self._budget.abandoned()
         progress = []
         for chunk in plan.chunks:
             seq = self._sequences[chunk.seq]
@@ -268,6 +274,10 @@ class Scheduler:
         for seq in self._sequences.values():
             if not seq.computed <= seq.scheduled <= seq.length:
                 raise AssertionError(f"{seq.id}: computed {seq.computed}, planned {seq.scheduled} of {seq.length}")
+
+    def _offline_share(self) -> float:
+        """By how much offline sequences may lengthen a step: what the most urgent of them says."""
+        return max((seq.request.share for seq in self._sequences.values() if not seq.online), default=0.0)
 
     # -- forming a plan -------------------------------------------------------------------------------------------
 

@@ -8,7 +8,7 @@ import msgspec
 
 from headrace.core.errors import InvalidRequest
 from headrace.core.events import EngineInfo
-from headrace.core.request import Request, ServiceClass
+from headrace.core.request import OFFLINE_SHARE, Request, ServiceClass
 from headrace.core.sampling import GrammarSpec, SamplingParams
 from headrace.front.assembly import PromptContext, SequenceText
 from headrace.front.stop import StopSet
@@ -76,6 +76,7 @@ class Admission:
         service: ServiceClass,
         priority: int,
         cache_salt: str,
+        share: float = OFFLINE_SHARE,
     ) -> list[tuple[Request, SequenceText]]:
         """One engine request and one text per sequence; `params` comes from `check`."""
         stops = StopSet(params.stop) if params.stop else None
@@ -91,6 +92,7 @@ class Admission:
                 priority=priority,
                 cache_salt=cache_salt,
                 arrival=arrival,
+                share=share,
             )
             children.append((request, SequenceText(context, i)))
         return children

@@ -7,7 +7,7 @@ from contextlib import suppress
 from headrace.core.client import EngineClient
 from headrace.core.errors import EngineDead
 from headrace.core.events import Delta
-from headrace.core.request import Request, ServiceClass
+from headrace.core.request import OFFLINE_SHARE, Request, ServiceClass
 from headrace.core.sampling import SamplingParams
 from headrace.front.admission import Admission
 from headrace.front.assembly import SequenceText
@@ -37,6 +37,14 @@ class Generator:
         self.defaults = defaults or SamplingParams()
         self._admission = Admission(client.info, tokenizer, seed)
 
+    def check(self, prompt_ids: list[int], params: SamplingParams | None = None) -> SamplingParams:
+        """The parameters that `start` would use: `max_tokens` and `seed` filled in. A grammar is not looked at.
+
+        Raises:
+            InvalidRequest: a parameter is wrong or the context too short.
+        """
+        return self._admission.check(prompt_ids, params or self.defaults)
+
     async def start(
         self,
         prompt_ids: list[int],
@@ -46,6 +54,7 @@ class Generator:
         service: ServiceClass = "online",
         priority: int = 0,
         cache_salt: str = "",
+        share: float = OFFLINE_SHARE,
     ) -> "TextStream":
         """Check and submit; the deltas of all n sequences then come from the stream.
 
@@ -59,16 +68,17 @@ class Generator:
             service: `offline` work fills what online work leaves.
             priority: lower runs first.
             cache_salt: KV is shared only among requests with the same salt.
+            share: of steps, see `core.request.Request`.
 
         Raises:
             InvalidRequest: a parameter is wrong or the context too short.
             QueueFull: the engine has too much to do.
             EngineDead: the engine has ended.
         """
-        checked = self._admission.check(prompt_ids, params or self.defaults)
+        checked = self.check(prompt_ids, params)
         if checked.grammar is not None:
             await asyncio.to_thread(self._admission.check_grammar, checked.grammar)
-        children = self._admission.split(prompt_ids, checked, request_id, service, priority, cache_salt)
+        children = self._admission.split(prompt_ids, checked, request_id, service, priority, cache_salt, share)
         stream = TextStream()
         try:
             stream.submit(self.client, children)

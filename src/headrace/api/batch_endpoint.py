@@ -1,0 +1,108 @@
+"""What the lines of a batch mean: exactly what the same bodies mean when they are posted."""
+
+import asyncio
+import math
+
+import xxhash
+
+from headrace.api.chat import prepare_chat
+from headrace.api.chunks import encode
+from headrace.api.completions import prepare_completion
+from headrace.api.errors import as_api_error
+from headrace.api.mailbox import Mailbox
+from headrace.api.meter import Meter
+from headrace.api.metrics import Metrics
+from headrace.api.prepared import Prepared
+from headrace.api.running import check_finish
+from headrace.api.schema_chat import ChatRequest
+from headrace.api.state import ServerState
+from headrace.api.submit import new_id, submit
+from headrace.core.errors import EngineDead, HeadraceError, InvalidRequest, QueueFull
+from headrace.core.sampling import SamplingParams
+from headrace.offline.jobs.endpoint import Answer, Asked
+from headrace.offline.jobs.lines import CHAT, COMPLETIONS, URLS
+
+_PREPARE = {CHAT: prepare_chat, COMPLETIONS: prepare_completion}
+
+
+class BatchEndpoint:
+    """The `Endpoint` of jobs over a server's state.
+
+    Args:
+        state: the engine, its front, and the parsers that apply.
+    """
+
+    urls = URLS
+
+    def __init__(self, state: ServerState) -> None:
+        self._state = state
+        self._metrics = Metrics(state.model)  # of its own: a batch says nothing of what users wait for
+
+    @property
+    def fingerprint(self) -> str:
+        """Of the model."""
+        return self._state.info.fingerprint
+
+    async def prepare(self, url: str, body: bytes) -> Asked:
+        """See `Endpoint.prepare`."""
+        prepared = await _PREPARE[url](self._state, body)
+        if prepared.request.stream:
+            raise InvalidRequest("`stream` is not possible in a batch; leave it out", "stream")
+        most = [self._checked(prepared, prompt).max_tokens or 0 for prompt in prepared.prompts]
+        total = sum(most) * prepared.params.n
+        return Asked(prepared.prompts, total, _kin(url, prepared, total), prepared)
+
+    async def run(self, asked: Asked, share: float) -> Answer:
+        """See `Endpoint.run`."""
+        prepared: Prepared = asked.handle
+        meter = Meter(self._metrics)
+        whole = prepared.whole(meter)
+        try:
+            streams = await submit(
+                self._state,
+                prepared.request,
+                prepared.id,
+                prepared.prompts,
+                prepared.params,
+                prepared.param,
+                service="offline",
+                share=share,
+            )
+            mailbox = Mailbox(streams)
+            try:
+                while (batch := await mailbox.take()) is not None:
+                    check_finish(batch)
+                    whole.add(batch)
+                    asked.produced = meter.output_tokens
+            finally:
+                await mailbox.close()
+        except (QueueFull, EngineDead, asyncio.CancelledError):
+            raise
+        except HeadraceError as error:
+            return self.refusal(error)
+        return Answer(
+            200, prepared.id, encode(whole.body()), meter.prompt_tokens, meter.cached_tokens, meter.output_tokens
+        )
+
+    def refusal(self, error: BaseException) -> Answer:
+        """See `Endpoint.refusal`."""
+        face = as_api_error(error)
+        return Answer(face.status, new_id("req"), encode(face.body()))
+
+    def _checked(self, prepared: Prepared, prompt: list[int]) -> SamplingParams:
+        try:
+            return self._state.generator.check(prompt, prepared.params)
+        except InvalidRequest as error:
+            if error.param in ("prompt", "messages"):
+                raise InvalidRequest(str(error), prepared.param, error.code) from None
+            raise
+
+
+def _kin(url: str, prepared: Prepared, most: int) -> bytes:
+    """Route, system prompt, and `most` to the next power of two: what tells how long answers are."""
+    digest = xxhash.xxh3_128(f"{url} {math.ceil(math.log2(most + 1))}".encode())
+    if isinstance(prepared.request, ChatRequest):
+        for message in prepared.request.messages:
+            if message.role in ("system", "developer"):
+                digest.update(encode(message.content))
+    return digest.digest()

@@ -1,0 +1,58 @@
+"""A job as OpenAI's batch object."""
+
+from typing import Any
+
+from headrace.api.file_store import derived_id
+from headrace.offline.jobs.folder import JobFolder
+from headrace.offline.jobs.spec import JobSpec, JobState
+
+OUTPUT, ERRORS = "output", "errors"
+_STAMPS = ("in_progress", "finalizing", "completed", "failed", "expired", "cancelling", "cancelled")
+
+
+def batch_object(folder: JobFolder) -> dict[str, Any]:
+    """The object, by the job's last commit; reads its journal."""
+    journal = folder.journal()
+    try:
+        return describe(journal.spec, journal.state, journal.cancel_wanted)
+    finally:
+        journal.close()
+
+
+def describe(spec: JobSpec, state: JobState, cancel_wanted: bool) -> dict[str, Any]:
+    """The object; what is ours beyond OpenAI's is `predicted_finish_at` and `meets_window`."""
+    status = "cancelling" if cancel_wanted and not state.final else state.status
+    failures = None
+    if state.status == "failed":
+        failure = {"code": "invalid_input_file", "message": state.reason, "param": "input_file_id", "line": None}
+        failures = {"object": "list", "data": [failure]}
+    expires, predicted = spec.expires_at, state.predicted_end
+    return {
+        "id": spec.id,
+        "object": "batch",
+        "endpoint": spec.endpoint,
+        "errors": failures,
+        "input_file_id": spec.input_file,
+        "completion_window": spec.completion_window,
+        "status": status,
+        "output_file_id": derived_id(spec.id, OUTPUT) if state.final and state.output_bytes else None,
+        "error_file_id": derived_id(spec.id, ERRORS) if state.final and state.error_bytes else None,
+        "created_at": int(spec.created_at),
+        "expires_at": None if expires is None else int(expires),
+        **{f"{name}_at": _seconds(state.times.get(name)) for name in _STAMPS},
+        "request_counts": {"total": state.total, "completed": state.completed, "failed": state.failed},
+        "usage": {
+            "input_tokens": state.prompt_tokens,
+            "input_tokens_details": {"cached_tokens": state.cached_tokens},
+            "output_tokens": state.output_tokens,
+            "output_tokens_details": {"reasoning_tokens": 0},
+            "total_tokens": state.prompt_tokens + state.output_tokens,
+        },
+        "metadata": spec.metadata,
+        "predicted_finish_at": _seconds(predicted),
+        "meets_window": None if predicted is None or expires is None else predicted <= expires,
+    }
+
+
+def _seconds(time: float | None) -> int | None:
+    return None if time is None else int(time)

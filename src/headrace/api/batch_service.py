@@ -1,0 +1,275 @@
+"""Runs the batches of a server, one after another, the one that is due first before the others."""
+
+import asyncio
+import logging
+import math
+import os
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from headrace.api.batch_endpoint import BatchEndpoint
+from headrace.api.batch_object import ERRORS, OUTPUT
+from headrace.api.errors import ApiError
+from headrace.api.file_store import FileInfo, derived_id, no_file
+from headrace.api.state import ServerState
+from headrace.core.errors import EngineDead, HeadraceError, QueueFull
+from headrace.offline.jobs.cancel import close_job
+from headrace.offline.jobs.device import JobDevice, device_of
+from headrace.offline.jobs.errors import JobBusy
+from headrace.offline.jobs.folder import JobFolder, create_job, list_jobs
+from headrace.offline.jobs.runner import JobRunner, Stopped
+from headrace.offline.jobs.spec import JobSpec, JobState, new_job_id
+
+log = logging.getLogger("headrace.api")
+
+MAX_WAITING = 1000  # batches that have not ended
+RETRY_S = 10.0
+LONGEST_TIMER_S = 86400.0 * 40
+PAUSE = 1.0  # validation leaves as much time to the front's other work as it takes
+ORDER = "fcfs"
+
+
+@dataclass(slots=True)
+class Waiting:
+    """A batch that has not ended.
+
+    Attributes:
+        folder: of the job.
+        due: when it expires, seconds since the epoch.
+        not_before: on the loop's clock, when to try it again.
+        expiry: ends it when its time is up while others run.
+    """
+
+    folder: JobFolder
+    due: float
+    not_before: float
+    expiry: asyncio.TimerHandle
+
+
+class BatchService:
+    """See above.
+
+    Args:
+        state: the server's.
+        clock: seconds since the epoch.
+    """
+
+    def __init__(self, state: ServerState, clock: Callable[[], float] = time.time) -> None:
+        self._state = state
+        self._clock = clock
+        self._endpoint = BatchEndpoint(state)
+        self._waiting: dict[str, Waiting] = {}
+        self._arrived = asyncio.Event()
+        self._worker: asyncio.Task[None] | None = None
+        self._runner: JobRunner | None = None
+        self._stopping = False
+        self._device: JobDevice | None = None
+        self._closing: set[asyncio.Task[None]] = set()
+
+    async def resume(self) -> None:
+        """Take up the batches that this model's servers left unfinished."""
+        for folder in await asyncio.to_thread(self._unfinished):
+            self._queue(folder)
+
+    async def create(
+        self, source: FileInfo, endpoint: str, window: float, completion_window: str, metadata: dict[str, str] | None
+    ) -> JobFolder:
+        """Make a batch and queue it.
+
+        Raises:
+            QueueFull: too many have not ended.
+            ApiError: the server ends.
+        """
+        if self._stopping:
+            raise ApiError(503, "the server is shutting down", "service_unavailable", code="shutting_down")
+        if len(self._waiting) >= MAX_WAITING:
+            raise QueueFull(f"{MAX_WAITING} batches have not ended yet; try again later")
+        job = new_job_id()
+        files = self._state.files
+        spec = JobSpec(
+            id=job,
+            origin="server",
+            created_at=self._clock(),
+            input=str(self._state.jobs / job / "input.jsonl"),
+            output=str(files.data_path(derived_id(job, OUTPUT))),
+            errors=str(files.data_path(derived_id(job, ERRORS))),
+            endpoint=endpoint,
+            order=ORDER,
+            window=window,
+            completion_window=completion_window,
+            fingerprint=self._endpoint.fingerprint,
+            input_file=source.id,
+            metadata=metadata,
+        )
+        try:
+            folder = await asyncio.to_thread(create_job, spec, self._state.jobs, files.data_path(source.id))
+        except FileNotFoundError:
+            raise no_file(source.id) from None
+        self._queue(folder)
+        return folder
+
+    def get(self, batch_id: str) -> JobFolder:
+        """A batch of any server of this `HEADRACE_HOME`; `batch_id` is well formed.
+
+        Raises:
+            ApiError: 404, there is none.
+        """
+        folder = JobFolder(self._state.jobs / batch_id)
+        if not folder.exists:
+            raise ApiError(404, f"No batch found: {batch_id}", param="batch_id", code="batch_not_found")
+        return folder
+
+    def batches(self) -> list[JobFolder]:
+        """All batches, the newest first; reads their journals."""
+        found: list[tuple[float, JobFolder]] = []
+        for folder in list_jobs(self._state.jobs):
+            spec = folder.spec()
+            if spec.origin == "server":
+                found.append((spec.created_at, folder))
+        return [folder for _, folder in sorted(found, key=lambda each: (-each[0], each[1].id))]
+
+    async def cancel(self, folder: JobFolder) -> None:
+        """End a batch; returns when that is asked for, or done where nobody runs it.
+
+        Raises:
+            ApiError: 409, it has ended already.
+        """
+        state = await asyncio.to_thread(folder.state)
+        if state.status == "cancelled":
+            return
+        if state.final:
+            raise ApiError(409, f"Cannot cancel a batch with status {state.status!r}.", code="batch_not_cancellable")
+        await asyncio.to_thread(folder.ask_to_cancel)
+        if self._runner is not None and self._runner.job == folder.id:
+            self._runner.look()
+            return
+        await self._close(folder)
+
+    def stop(self) -> None:
+        """Let go of the running batch; it goes on when the next server starts."""
+        self._stopping = True
+        self._arrived.set()
+        if self._runner is not None:
+            self._runner.stop()
+
+    async def close(self) -> None:
+        """Stop, and wait until the files are closed."""
+        self.stop()
+        if self._worker is not None:
+            await self._worker
+        for waiting in self._waiting.values():
+            waiting.expiry.cancel()
+        await asyncio.gather(*self._closing, return_exceptions=True)
+
+    def _unfinished(self) -> list[JobFolder]:
+        found = []
+        for folder in list_jobs(self._state.jobs):
+            try:
+                spec, state = folder.spec(), folder.state()
+            except HeadraceError as error:
+                log.warning("a batch cannot be read", extra={"batch": folder.id, "reason": str(error)})
+                continue
+            if spec.origin == "server" and spec.fingerprint == self._endpoint.fingerprint:
+                if not state.final:
+                    found.append(folder)
+                else:
+                    self._publish(folder, spec, state)
+        return found
+
+    def _queue(self, folder: JobFolder) -> None:
+        loop = asyncio.get_running_loop()
+        due = folder.spec().expires_at or math.inf
+        expiry = loop.call_later(max(0.0, min(due - self._clock(), LONGEST_TIMER_S)), self._expire, folder)
+        self._waiting[folder.id] = Waiting(folder, due, 0.0, expiry)
+        self._arrived.set()
+        if self._worker is None:
+            self._worker = asyncio.create_task(self._work())
+
+    async def _work(self) -> None:
+        """Run what waits, until `stop`."""
+        now = asyncio.get_running_loop().time
+        while not self._stopping:
+            self._arrived.clear()
+            ready = [each for each in self._waiting.values() if each.not_before <= now()]
+            if not ready:
+                next_try = min((each.not_before for each in self._waiting.values()), default=None)
+                with suppress(TimeoutError):
+                    async with asyncio.timeout_at(next_try):
+                        await self._arrived.wait()
+                continue
+            first = min(ready, key=lambda each: (each.due, each.folder.id))
+            try:
+                ended = await self._run(first.folder)
+            except Exception as error:
+                log.exception("a batch failed", exc_info=error, extra={"batch": first.folder.id})
+                ended = False
+            if ended:
+                self._forget(first.folder)
+            first.not_before = now() + RETRY_S
+
+    def _forget(self, folder: JobFolder) -> None:
+        waiting = self._waiting.pop(folder.id, None)
+        if waiting is not None:
+            waiting.expiry.cancel()
+
+    def _expire(self, folder: JobFolder) -> None:
+        """The time of a batch is up; where it runs, its runner ends it."""
+        if self._runner is not None and self._runner.job == folder.id:
+            self._runner.look()
+        elif not self._stopping:
+            task = asyncio.create_task(self._close(folder))
+            self._closing.add(task)
+            task.add_done_callback(self._closing.discard)
+
+    async def _run(self, folder: JobFolder) -> bool:
+        """One attempt; False where it must be tried again."""
+        state, device = self._state, await asyncio.to_thread(self._device_of)
+        runner = self._runner = JobRunner(
+            folder,
+            self._endpoint,
+            device.orders(ORDER),
+            window=device.window,
+            limit=state.config.max_request_bytes,
+            pause=PAUSE,
+            clock=self._clock,
+        )
+        try:
+            if self._stopping:
+                return False
+            last = await runner.run()
+        except (Stopped, EngineDead):
+            return False
+        except JobBusy:  # another server of this model has it; when that one dies, it is ours
+            return False
+        except HeadraceError as error:
+            log.warning("a batch cannot go on now", extra={"batch": folder.id, "reason": str(error)})
+            return False
+        finally:
+            self._runner = None
+        await asyncio.to_thread(self._publish, folder, folder.spec(), last)
+        return True
+
+    async def _close(self, folder: JobFolder) -> None:
+        """End a batch that waits."""
+        try:
+            last = await close_job(folder)
+        except JobBusy:
+            return  # whoever runs it has been asked
+        await asyncio.to_thread(self._publish, folder, folder.spec(), last)
+        self._forget(folder)
+
+    def _device_of(self) -> JobDevice:
+        if self._device is None:
+            self._device = device_of(self._state.info, self._state.engine)
+        return self._device
+
+    def _publish(self, folder: JobFolder, spec: JobSpec, last: JobState) -> None:
+        """Make files of the results; done again after a crash, it changes nothing."""
+        for what, path, size in ((OUTPUT, spec.output, last.output_bytes), (ERRORS, spec.errors, last.error_bytes)):
+            if size and os.path.exists(path):
+                name = f"{spec.id}_{what}.jsonl"
+                self._state.files.publish(Path(path), name, "batch_output", derived_id(spec.id, what))
+        Path(spec.input).unlink(missing_ok=True)

@@ -1,0 +1,121 @@
+"""/v1/batches: files of requests, run behind everything else."""
+
+import asyncio
+import re
+from typing import Any
+
+import msgspec
+from fastapi import FastAPI, Request
+from starlette.responses import Response
+
+from headrace.api.batch_object import batch_object
+from headrace.api.batch_service import BatchService
+from headrace.api.chunks import encode
+from headrace.api.errors import ApiError
+from headrace.api.file_store import FILE_ID, no_file
+from headrace.api.paging import page
+from headrace.api.schema import decode
+from headrace.api.state import ServerState
+from headrace.api.submit import read_body
+from headrace.api.upload import PURPOSE
+from headrace.core.errors import InvalidRequest
+from headrace.core.settings import parse_duration
+from headrace.offline.jobs.lines import URLS
+from headrace.offline.jobs.spec import JOB_ID
+
+MOST_BATCHES = 100
+MAX_METADATA, MAX_KEY, MAX_VALUE = 16, 64, 512
+SHORTEST_S, LONGEST_S = 1.0, 30 * 86400.0
+
+_WINDOW = re.compile(r"[0-9]{1,7}[smhd]")
+
+
+class BatchRequest(msgspec.Struct, kw_only=True):
+    """The body of POST /v1/batches; `output_expires_after` is accepted and results are kept until they are deleted."""
+
+    input_file_id: str
+    endpoint: str
+    completion_window: str
+    metadata: dict[str, str] | None = None
+    output_expires_after: Any = None
+
+
+_DECODER = msgspec.json.Decoder(BatchRequest)
+
+
+def batch_routes(app: FastAPI, state: ServerState, batches: BatchService) -> None:
+    """Add the routes."""
+
+    @app.post("/v1/batches")
+    async def _create(request: Request) -> Response:
+        asked = decode(_DECODER, await read_body(request))
+        window = check(asked)
+        info = await asyncio.to_thread(state.files.get, asked.input_file_id)
+        if info.purpose != PURPOSE:
+            raise InvalidRequest(
+                f"file {info.id} has the purpose {info.purpose!r}; a batch needs one uploaded for `batch`",
+                "input_file_id",
+            )
+        folder = await batches.create(
+            info, asked.endpoint, window, asked.completion_window, asked.metadata
+        )  # fmt: skip
+        return _json(await asyncio.to_thread(batch_object, folder))
+
+    @app.get("/v1/batches")
+    async def _list(request: Request) -> Response:
+        folders = await asyncio.to_thread(batches.batches)
+        found = page(folders, request.query_params, MOST_BATCHES, lambda folder: folder.id)
+        found["data"] = await asyncio.to_thread(lambda: [batch_object(folder) for folder in found["data"]])
+        return _json(found)
+
+    @app.get("/v1/batches/{batch_id}")
+    async def _batch(batch_id: str) -> Response:
+        return _json(await asyncio.to_thread(batch_object, batches.get(checked(batch_id))))
+
+    @app.post("/v1/batches/{batch_id}/cancel")
+    async def _cancel(batch_id: str) -> Response:
+        folder = batches.get(checked(batch_id))
+        await batches.cancel(folder)
+        return _json(await asyncio.to_thread(batch_object, folder))
+
+
+def check(asked: BatchRequest) -> float:
+    """The window in seconds.
+
+    Raises:
+        InvalidRequest, ApiError: a field is wrong.
+    """
+    if not FILE_ID.fullmatch(asked.input_file_id):
+        raise no_file(asked.input_file_id)
+    if asked.endpoint not in URLS:
+        raise InvalidRequest(f"`endpoint` must be {' or '.join(URLS)}, got {asked.endpoint[:100]!r}", "endpoint")
+    metadata = asked.metadata or {}
+    if len(metadata) > MAX_METADATA or any(len(k) > MAX_KEY or len(v) > MAX_VALUE for k, v in metadata.items()):
+        raise InvalidRequest(
+            f"`metadata` has at most {MAX_METADATA} pairs, keys of {MAX_KEY} and values of {MAX_VALUE} characters",
+            "metadata",
+        )
+    text = asked.completion_window
+    window = parse_duration(text) if _WINDOW.fullmatch(text) else 0.0
+    if not SHORTEST_S <= window <= LONGEST_S:
+        raise InvalidRequest(
+            f"`completion_window` must be a duration such as 24h, 90m or 7d (up to 30d), got {text[:100]!r}",
+            "completion_window",
+        )
+    return window
+
+
+def checked(batch_id: str) -> str:
+    """An id that can be part of a path.
+
+    Raises:
+        ApiError: the 404 of one that cannot.
+    """
+    if not JOB_ID.fullmatch(batch_id):
+        shown = batch_id[:100] if batch_id.isprintable() else "with that id"
+        raise ApiError(404, f"No batch found: {shown}", param="batch_id", code="batch_not_found")
+    return batch_id
+
+
+def _json(value: Any) -> Response:
+    return Response(encode(value), media_type="application/json")

@@ -1,0 +1,191 @@
+"""`headrace batch`: run a file of requests, and look after such jobs."""
+
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import msgspec
+import typer
+
+from headrace.bench.report import print_json, print_table, report
+from headrace.cli.help import Command
+from headrace.cli.options import Json, with_settings
+from headrace.core.config import EngineConfig
+from headrace.core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from headrace.offline.jobs.folder import JobFolder
+    from headrace.offline.jobs.spec import JobSpec, JobState
+
+batch = typer.Typer(
+    help="Run files of requests (OpenAI's batch format), each answered exactly once.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+)
+
+JobId = Annotated[str, typer.Argument(metavar="JOB", help="id of a job, as `headrace batch ls` shows it")]
+INTERRUPTED = 130
+
+
+@batch.command(cls=Command)
+@with_settings(EngineConfig, positional=False)
+def run(
+    config: EngineConfig,
+    input: Annotated[Path, typer.Argument(metavar="INPUT", help="JSONL file of requests")],
+    output: Annotated[Path, typer.Option("-o", "--output", metavar="FILE", help="where the answers go")],
+    errors: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="where errors go; default: beside the output")
+    ] = None,
+    order: Annotated[str, typer.Option(metavar="ORDER", help="in which requests run")] = "fcfs",
+    json: Json = False,
+) -> None:
+    """Answer every request of a file, also across crashes: what is done is kept, the rest is resumed."""
+    from headrace.offline.jobs.device import check_order
+    from headrace.offline.jobs.folder import create_job
+    from headrace.offline.jobs.lines import check_file
+    from headrace.offline.jobs.spec import JobSpec, new_job_id
+
+    check_order(order)
+    check_file(input)
+    errors = errors or output.with_name(f"{output.stem}.errors{output.suffix}")
+    for path, flag in ((output, "--output"), (errors, "--errors")):
+        _check_free(path, flag, input)
+    if errors.absolute() == output.absolute():
+        raise ConfigError("--output and --errors name the same file; give two")
+    spec = JobSpec(
+        id=new_job_id(),
+        origin="cli",
+        created_at=time.time(),
+        input=str(input.absolute()),
+        output=str(output.absolute()),
+        errors=str(errors.absolute()),
+        order=order,
+        config=msgspec.to_builtins(config),
+    )
+    _run(create_job(spec), config, json)
+
+
+@batch.command()
+def resume(job: JobId, json: Json = False) -> None:
+    """Go on with a job that was interrupted or killed; it runs with the settings it was begun with."""
+    from headrace.offline.jobs.errors import JobError
+    from headrace.offline.jobs.folder import open_job
+
+    folder = open_job(job)
+    journal = folder.journal()
+    spec, state = journal.spec, journal.state
+    journal.close()
+    if spec.origin == "server":
+        raise JobError(f"job {job} belongs to a server; it goes on when `headrace serve` runs with its model")
+    if state.final:
+        raise JobError(f"job {job} is {state.status}; there is nothing to resume")
+    _run(folder, msgspec.convert(spec.config, EngineConfig), json)
+
+
+@batch.command()
+def status(job: JobId, json: Json = False) -> None:
+    """How far a job is."""
+    from headrace.offline.jobs.folder import open_job
+
+    shown = _described(open_job(job))
+    report("Job", shown, as_json=json)
+
+
+@batch.command()
+def cancel(job: JobId) -> None:
+    """End a job; its finished results are kept, the rest is written to its errors."""
+    import asyncio
+
+    from headrace.offline.jobs.cancel import cancel_job
+    from headrace.offline.jobs.errors import JobError
+    from headrace.offline.jobs.folder import open_job
+
+    state = asyncio.run(cancel_job(open_job(job)))
+    if state.status not in ("cancelled", "cancelling"):
+        raise JobError(f"job {job} is {state.status} already")
+    print(f"{job}: {state.status}")
+
+
+@batch.command()
+def ls(json: Json = False) -> None:
+    """List all jobs, the newest first."""
+    from headrace.offline.jobs.folder import list_jobs
+
+    rows = sorted((_described(folder) for folder in list_jobs()), key=lambda row: row["created_at"], reverse=True)
+    if json:
+        print_json({"jobs": rows})
+        return
+    shown = [
+        (
+            row["id"],
+            row["status"],
+            f"{row['completed']:,}",
+            f"{row['failed']:,}",
+            f"{row['total']:,}",
+            time.strftime("%Y-%m-%d %H:%M", time.localtime(row["created_at"])),
+            row["input"],
+        )
+        for row in rows
+    ]
+    print_table("Jobs", ("job", "status", "answered", "errors", "lines", "created", "input"), shown)
+
+
+def _check_free(path: Path, flag: str, input: Path) -> None:
+    """Never write over anything."""
+    if path.is_dir():
+        raise ConfigError(f"{flag} names the folder {path}; give a file")
+    if path.exists() and (path.stat().st_size or path.samefile(input)):
+        raise ConfigError(f"{flag}: {path} exists; choose another, or `headrace batch resume JOB` the job that made it")
+    if not path.absolute().parent.is_dir():
+        raise ConfigError(f"{flag}: there is no folder {path.absolute().parent}")
+
+
+def _run(folder: "JobFolder", config: EngineConfig, json: bool) -> None:
+    import asyncio
+
+    from headrace.cli.batch_run import run_job
+
+    state, progress = asyncio.run(run_job(folder, config))
+    if state is None:
+        print(f"interrupted; `headrace batch resume {folder.id}` goes on", flush=True)
+        raise typer.Exit(INTERRUPTED)
+    result = {**_described(folder), "tokens_per_s": progress.tokens_per_s if progress else 0.0}
+    if progress is not None and progress.share_of_optimum is not None:
+        result["share_of_optimum"] = progress.share_of_optimum
+    report("Batch", result, as_json=json)
+    if state.status != "completed" or not state.completed:
+        raise typer.Exit(1)
+
+
+def _described(folder: "JobFolder") -> dict[str, Any]:
+    """A job for people and for `--json`."""
+    journal = folder.journal()
+    try:
+        spec, state = journal.spec, journal.state
+    finally:
+        journal.close()
+    return describe(spec, state, running=not state.final and folder.running)
+
+
+def describe(spec: "JobSpec", state: "JobState", running: bool) -> dict[str, Any]:
+    """What a job is and how far it is; one that nobody runs is `interrupted`."""
+    status = state.status if state.final or running or spec.origin == "server" else "interrupted"
+    shown: dict[str, Any] = {
+        "id": spec.id,
+        "status": status,
+        "total": state.total,
+        "completed": state.completed,
+        "failed": state.failed,
+        "prompt_tokens": state.prompt_tokens,
+        "cached_tokens": state.cached_tokens,
+        "output_tokens": state.output_tokens,
+        "seconds": round(state.seconds, 3),
+        "order": spec.order,
+        "input": spec.input,
+        "output": spec.output,
+        "errors": spec.errors,
+        "created_at": spec.created_at,
+    }
+    if state.reason:
+        shown["reason"] = state.reason
+    return shown

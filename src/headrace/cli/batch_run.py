@@ -1,0 +1,145 @@
+"""Runs a job in this process, with an engine of its own, and shows how far it is."""
+
+import asyncio
+import signal
+import sys
+from types import TracebackType
+from typing import Any
+
+from headrace.api.app import make_state
+from headrace.api.batch_endpoint import BatchEndpoint
+from headrace.api.startup import StartProgress
+from headrace.core.config import EngineConfig, ServerConfig, check
+from headrace.front.launch import launch_generator
+from headrace.offline.jobs.device import device_of
+from headrace.offline.jobs.folder import JobFolder
+from headrace.offline.jobs.progress import Progress
+from headrace.offline.jobs.runner import JobRunner, Stopped
+from headrace.offline.jobs.spec import JobState
+
+PLAIN_EVERY_S = 10.0
+
+
+async def run_job(folder: JobFolder, config: EngineConfig) -> tuple[JobState | None, Progress | None]:
+    """Start an engine and run the job to its end; its last state, or None where it was interrupted.
+
+    Raises:
+        HeadraceError: the engine cannot start or has ended, or the job cannot go on.
+    """
+    check(config)
+    journal = folder.journal()
+    order = journal.spec.order
+    journal.close()
+    interrupt = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, interrupt.set)
+    starting = StartProgress(config.model.model)
+    with starting:
+        launching = asyncio.create_task(launch_generator(config, progress=starting))
+        if not await _first(launching, interrupt):
+            return None, None
+        generator = launching.result()
+    starting.ready()
+    try:
+        endpoint = BatchEndpoint(make_state(generator, ServerConfig(), config))
+        device = device_of(generator.client.info, config)
+        with JobProgress(folder.id) as shown:
+            runner = JobRunner(
+                folder,
+                endpoint,
+                device.orders(order),
+                window=device.window,
+                tell=shown,
+            )
+            for number in (signal.SIGINT, signal.SIGTERM):
+                loop.add_signal_handler(number, runner.stop)
+            if interrupt.is_set():
+                return None, None
+            try:
+                return await runner.run(), shown.last
+            except Stopped:
+                return None, shown.last
+    finally:
+        await generator.client.close()
+
+
+async def _first(task: "asyncio.Task[Any]", interrupt: asyncio.Event) -> bool:
+    """Wait for a task; False where the interrupt came before, and the task has been cancelled."""
+    waiting = asyncio.create_task(interrupt.wait())
+    await asyncio.wait((task, waiting), return_when=asyncio.FIRST_COMPLETED)
+    waiting.cancel()
+    if task.done():
+        return True
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    return False
+
+
+class JobProgress:
+    """Called with every `Progress`: a live bar on a terminal, a line now and then elsewhere.
+
+    Args:
+        job: its id, told at once, so that the job can be found again.
+
+    Attributes:
+        last: what was told last.
+    """
+
+    def __init__(self, job: str) -> None:
+        self._job = job
+        self.last: Progress | None = None
+        self._bar: Any = None
+        self._task: Any = None
+        self._said = 0.0
+
+    def __enter__(self) -> "JobProgress":
+        """Begin to show."""
+        sys.stderr.write(f"headrace: job {self._job}\n")
+        sys.stderr.flush()
+        if sys.stderr.isatty():
+            from rich.console import Console
+            from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
+            from rich.progress import Progress as Bar
+
+            self._bar = Bar(
+                TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[rates]}"),
+                console=Console(stderr=True), transient=True,
+            )  # fmt: skip
+            self._bar.start()
+            self._task = self._bar.add_task("validating", total=None, rates="")
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Clear the bar."""
+        if self._bar is not None:
+            self._bar.stop()
+
+    def __call__(self, progress: Progress) -> None:
+        """Show how far the job is."""
+        self.last = progress
+        done = progress.completed + progress.failed
+        if self._bar is not None:
+            total = None if progress.status == "validating" else progress.total
+            self._bar.update(
+                self._task, description=progress.status, completed=done, total=total, rates=rates(progress)
+            )
+        elif progress.seconds - self._said >= PLAIN_EVERY_S:
+            self._said = progress.seconds
+            sys.stderr.write(f"headrace: {progress.status}: {done:,} of {progress.total:,}, {rates(progress)}\n")
+            sys.stderr.flush()
+
+
+def rates(progress: Progress) -> str:
+    """Rates and the time left, in words."""
+    parts = [f"{progress.tokens_per_s:,.0f} tokens/s", f"{progress.running} running"]
+    if progress.failed:
+        parts.append(f"{progress.failed:,} errors")
+    if progress.share_of_optimum is not None:
+        parts.append(f"{progress.share_of_optimum:.0%} of the optimum")
+    if progress.eta_s is not None:
+        minutes, seconds = divmod(round(progress.eta_s), 60)
+        parts.append(f"{minutes // 60}:{minutes % 60:02d}:{seconds:02d} left")
+    return ", ".join(parts)

@@ -1,0 +1,62 @@
+"""Ending a job from outside the process that runs it."""
+
+from headrace.core.errors import EngineDead
+from headrace.offline.jobs.endpoint import Answer, Asked
+from headrace.offline.jobs.errors import JobBusy, JobError
+from headrace.offline.jobs.folder import JobFolder
+from headrace.offline.jobs.lines import URLS
+from headrace.offline.jobs.runner import JobRunner
+from headrace.offline.jobs.spec import JobState
+from headrace.offline.planning.admission import Admission
+from headrace.offline.planning.requests import JobRequests
+
+
+class Unserved:
+    """The `Endpoint` of a job that will not run: it takes every body and answers none."""
+
+    urls = URLS
+    fingerprint = ""
+
+    async def prepare(self, url: str, body: bytes) -> Asked:
+        """Any body will do."""
+        return Asked([[0]], 1, b"", None)
+
+    async def run(self, asked: Asked, share: float) -> Answer:
+        """Never called for a cancelled job."""
+        raise EngineDead("a cancelled job has no engine")
+
+    def refusal(self, error: BaseException) -> Answer:
+        """Never called: no body is refused."""
+        raise error
+
+
+async def cancel_job(folder: JobFolder) -> JobState:
+    """End a job: whoever runs it is asked and does so within a second; where nobody does, it is ended here.
+
+    Returns:
+        Its state: `cancelling` or `cancelled`, or the final one that it already had.
+    """
+    state = folder.state()
+    if state.final:
+        return state
+    folder.ask_to_cancel()
+    try:
+        return await close_job(folder)
+    except JobBusy:
+        state = folder.state()
+        if not state.final:
+            state.status = "cancelling"
+        return state
+
+
+async def close_job(folder: JobFolder) -> JobState:
+    """End a job without an engine that is to be cancelled, or whose time is up.
+
+    Raises:
+        JobBusy: another process runs it, and will end it.
+    """
+    return await JobRunner(folder, Unserved(), _unordered, window=1).run()
+
+
+def _unordered(requests: JobRequests) -> Admission:
+    raise JobError("a job that is being closed runs no request")

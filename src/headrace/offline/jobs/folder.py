@@ -1,0 +1,159 @@
+"""Where jobs lie: `HEADRACE_HOME/jobs`, one folder each, and who runs which."""
+
+import fcntl
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from headrace.core import paths
+from headrace.offline.jobs.errors import JobBusy, JobError
+from headrace.offline.jobs.journal import Journal
+from headrace.offline.jobs.spec import JOB_ID, JobSpec, JobState
+
+JOURNAL = "journal.sqlite"
+
+
+class JobFolder:
+    """One job's folder: `journal.sqlite`, `lock`, and while it runs `tokens.i32` (the spool of prompt tokens).
+
+    Args:
+        path: of the folder.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    @property
+    def id(self) -> str:
+        """Of the job."""
+        return self.path.name
+
+    @property
+    def spool(self) -> Path:
+        """File of all prompts' tokens, int32, one prompt after another."""
+        return self.path / "tokens.i32"
+
+    @property
+    def rest(self) -> Path:
+        """The same of those prompts that a resumed job has left."""
+        return self.path / "rest.i32"
+
+    def journal(self) -> Journal:
+        """Open the journal."""
+        return Journal(self.path / JOURNAL)
+
+    @contextmanager
+    def lock(self) -> Iterator[None]:
+        """Be the one process that runs the job; the lock goes with the process, however it ends.
+
+        Raises:
+            JobBusy: another one does.
+        """
+        descriptor = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise JobBusy(f"job {self.id} is run by another process") from None
+            yield
+        finally:
+            os.close(descriptor)
+
+    @property
+    def exists(self) -> bool:
+        """Whether there is such a job."""
+        return (self.path / JOURNAL).is_file()
+
+    def spec(self) -> JobSpec:
+        """What was asked for."""
+        journal = self.journal()
+        try:
+            return journal.spec
+        finally:
+            journal.close()
+
+    def ask_to_cancel(self) -> None:
+        """Have the job end as cancelled at the next look of whoever runs it."""
+        journal = self.journal()
+        try:
+            journal.ask_to_cancel()
+        finally:
+            journal.close()
+
+    def state(self) -> JobState:
+        """How far the job is, by the last commit."""
+        journal = self.journal()
+        try:
+            return journal.state
+        finally:
+            journal.close()
+
+    @property
+    def running(self) -> bool:
+        """Whether some process runs the job."""
+        try:
+            with self.lock():
+                return False
+        except JobBusy:
+            return True
+
+    def remove(self) -> None:
+        """Delete the folder; input and results stay."""
+        shutil.rmtree(self.path)
+
+
+def jobs_home() -> Path:
+    """The folder of all jobs. Not created here."""
+    return paths.home() / "jobs"
+
+
+def create_job(spec: JobSpec, home: Path | None = None, source: Path | None = None) -> JobFolder:
+    """Make the folder and journal of a new job: both, or nothing that anybody sees.
+
+    Args:
+        spec: of the job.
+        home: folder of all jobs.
+        source: a file that becomes the job's own input by a hard link, so that it may be deleted meanwhile.
+
+    Raises:
+        FileNotFoundError: `source` is not there (any more).
+    """
+    home = home or jobs_home()
+    home.mkdir(parents=True, exist_ok=True)
+    state = JobState()
+    state.enter("validating", spec.created_at)
+    temporary = Path(tempfile.mkdtemp(prefix=".new-", dir=home))
+    try:
+        if source is not None:
+            os.link(source, temporary / Path(spec.input).name)
+        Journal.create(temporary / JOURNAL, spec, state)
+        os.rename(temporary, home / spec.id)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+    return JobFolder(home / spec.id)
+
+
+def open_job(job_id: str, home: Path | None = None) -> JobFolder:
+    """The folder of a job.
+
+    Raises:
+        JobError: there is none of that id.
+    """
+    home = home or jobs_home()
+    path = home / job_id
+    if not JOB_ID.fullmatch(job_id) or not JobFolder(path).exists:
+        raise JobError(f"there is no job {job_id[:100]!r} in {home}; `headrace batch ls` lists them")
+    return JobFolder(path)
+
+
+def list_jobs(home: Path | None = None) -> list[JobFolder]:
+    """All jobs, in no order."""
+    home = home or jobs_home()
+    if not home.is_dir():
+        return []
+    folders = [JobFolder(path) for path in home.iterdir() if JOB_ID.fullmatch(path.name)]
+    return [folder for folder in folders if folder.exists]

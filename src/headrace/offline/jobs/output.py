@@ -1,0 +1,31 @@
+"""OpenAI's batch output: one JSON object a line, for answers and for errors."""
+
+from typing import Any
+
+import msgspec
+
+from headrace.offline.jobs.endpoint import Answer
+
+_encode = msgspec.json.Encoder().encode
+
+
+def request_id(job: str, number: int) -> str:
+    """The id of a line's result: the same whenever it is run."""
+    return f"batch_req_{job.removeprefix('batch_')}{number:08x}"
+
+
+def answer_line(job: str, number: int, custom_id: str, answer: Answer) -> bytes:
+    """A line for what an HTTP client would have been answered, refusals too."""
+    response = {"status_code": answer.status, "request_id": answer.request_id, "body": msgspec.Raw(answer.body)}
+    line: dict[str, Any] = {"id": request_id(job, number), "custom_id": custom_id, "response": response, "error": None}
+    if answer.status != 200:
+        line["line"] = number
+    return _encode(line) + b"\n"
+
+
+def error_line(
+    job: str, number: int, custom_id: str | None, code: str, message: str, param: str | None = None
+) -> bytes:
+    """A line for what never was a request, or was not run."""
+    error = {"code": code, "message": message, "param": param, "line": number}
+    return _encode({"id": request_id(job, number), "custom_id": custom_id, "response": None, "error": error}) + b"\n"

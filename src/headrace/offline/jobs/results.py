@@ -1,0 +1,129 @@
+"""Result files that hold each result exactly once, whenever the process that writes them dies.
+
+Results are gathered, appended in one go, flushed to the device, and then committed to the journal together with the
+files' new lengths. Opening cuts the files back to the lengths of the last commit.
+"""
+
+import os
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+
+from headrace.offline.jobs.errors import JobError
+from headrace.offline.jobs.journal import ANSWERED, FAILED, Journal
+
+FLUSH_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """The result of one line.
+
+    Attributes:
+        number: of the line.
+        data: what is written, with its line end.
+        answered: to the output; else to the errors.
+        attempts: how often it was run.
+        prompt_tokens: of its prompts.
+        cached_tokens: of them, those that were not computed.
+        output_tokens: generated.
+    """
+
+    number: int
+    data: bytes
+    answered: bool
+    attempts: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    output_tokens: int = 0
+
+
+class ResultFiles:
+    """The output and error files of a job.
+
+    Args:
+        journal: of the job.
+
+    Raises:
+        JobError: a file is shorter than the journal says, or cannot be written.
+    """
+
+    def __init__(self, journal: Journal) -> None:
+        self._journal = journal
+        self._waiting: list[Result] = []
+        self._bytes = 0
+        self._flushing = threading.Lock()
+        self._closed = False
+        state = journal.state
+        self._output = _opened(Path(journal.spec.output), state.output_bytes)
+        try:
+            self._errors = _opened(Path(journal.spec.errors), state.error_bytes)
+        except BaseException:
+            os.close(self._output)
+            raise
+
+    @property
+    def waiting(self) -> int:
+        """Bytes that are not committed yet."""
+        return self._bytes
+
+    def add(self, result: Result) -> None:
+        """Gather one result."""
+        self._waiting.append(result)
+        self._bytes += len(result.data)
+
+    def flush(self) -> None:
+        """Write and commit what was gathered; may run in a thread beside `add`."""
+        with self._flushing:
+            if self._closed:  # a flush that was still to begin when the job was let go
+                return
+            taken, self._waiting, self._bytes = self._waiting, [], 0
+            self.append(taken)
+            state = self._journal.state
+            for result in taken:
+                state.completed += result.answered
+                state.failed += not result.answered
+                state.prompt_tokens += result.prompt_tokens
+                state.cached_tokens += result.cached_tokens
+                state.output_tokens += result.output_tokens
+            self._journal.commit((ANSWERED if r.answered else FAILED, r.attempts, r.number) for r in taken)
+
+    def append(self, results: list[Result]) -> None:
+        """Write results to the device and note the new lengths in the state, without committing it."""
+        state = self._journal.state
+        answers = b"".join(result.data for result in results if result.answered)
+        errors = b"".join(result.data for result in results if not result.answered)
+        state.output_bytes = _append(self._output, answers, state.output_bytes)
+        state.error_bytes = _append(self._errors, errors, state.error_bytes)
+
+    def close(self) -> None:
+        """Let go of the files; what was not flushed is as if it had never been."""
+        with self._flushing:
+            if not self._closed:
+                self._closed = True
+                os.close(self._output)
+                os.close(self._errors)
+
+
+def _opened(path: Path, length: int) -> int:
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    except OSError as error:
+        raise JobError(f"cannot write {path}: {error.strerror}; choose another path") from error
+    size = os.fstat(descriptor).st_size
+    if size < length:
+        os.close(descriptor)
+        raise JobError(f"{path} has {size} bytes, the job's journal says {length}: it was changed; run the job anew")
+    os.ftruncate(descriptor, length)
+    return descriptor
+
+
+def _append(descriptor: int, data: bytes, at: int) -> int:
+    """Write at an offset and wait for the device; returns the new length."""
+    view = memoryview(data)
+    while view:
+        written = os.pwrite(descriptor, view, at)
+        view, at = view[written:], at + written
+    if data:
+        os.fdatasync(descriptor)
+    return at

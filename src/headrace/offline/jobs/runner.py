@@ -1,0 +1,348 @@
+"""Runs one job to its end: validate, generate, write, and the orderly ways to stop before."""
+
+import asyncio
+import os
+import time
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+import numpy as np
+
+from headrace.core.errors import EngineDead, HeadraceError, QueueFull
+from headrace.offline.jobs.device import Orders
+from headrace.offline.jobs.endpoint import Answer, Asked, Endpoint
+from headrace.offline.jobs.errors import JobError, WrongFile
+from headrace.offline.jobs.folder import JobFolder
+from headrace.offline.jobs.journal import Columns, Journal, LineRow
+from headrace.offline.jobs.lines import MAX_LINE, check_file, parse_line
+from headrace.offline.jobs.output import answer_line, error_line
+from headrace.offline.jobs.progress import Pace, Progress
+from headrace.offline.jobs.results import FLUSH_BYTES, Result, ResultFiles
+from headrace.offline.jobs.spec import Ending, JobState
+from headrace.offline.jobs.spool import job_requests
+from headrace.offline.jobs.validate import Validation, signed_digest
+from headrace.offline.planning.admission import Admission
+
+FLUSH_SECONDS = 0.5
+RETRY_SECONDS = 0.25
+TICK_SECONDS = 0.1
+MAX_ATTEMPTS = 3
+CLOSING_LINES = 1024
+
+
+class Stopped(Exception):
+    """The job was told to let go; what runs it may go on later."""
+
+
+class JobRunner:
+    """Runs one job; made anew for every attempt.
+
+    Args:
+        folder: of the job.
+        endpoint: what bodies mean, and the engine.
+        orders: makes the job's admission policy from its requests.
+        window: requests in flight at most.
+        limit: bytes a line may have.
+        pause: see `Validation`.
+        tell: called after every commit.
+        clock: seconds since the epoch.
+    """
+
+    def __init__(
+        self,
+        folder: JobFolder,
+        endpoint: Endpoint,
+        orders: Orders,
+        *,
+        window: int,
+        limit: int = MAX_LINE,
+        pause: float = 0.0,
+        tell: Callable[[Progress], None] = lambda progress: None,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._folder, self._endpoint, self._orders = folder, endpoint, orders
+        self._window, self._limit, self._pause = window, limit, pause
+        self._tell, self._clock = tell, clock
+        self._wake = asyncio.Event()
+        self._stopping = False
+        self._ending: Ending | None = None
+        self._running: dict[int, asyncio.Task[Result]] = {}
+        self._asked: dict[int, Asked] = {}
+        self._pace: Pace | None = None
+        self._begun = self._earlier = 0.0
+        self.share = 0.0
+
+    def stop(self) -> None:
+        """Let go: what is finished is kept, the rest is for a later attempt. `run` then raises `Stopped`."""
+        self._stopping = True
+        self._wake.set()
+
+    def look(self) -> None:
+        """Look now whether the job was cancelled, rather than within `FLUSH_SECONDS`."""
+        self._wake.set()
+
+    @property
+    def job(self) -> str:
+        """Its id."""
+        return self._folder.id
+
+    async def run(self) -> JobState:
+        """Take the job to its end.
+
+        Returns:
+            Its last state: completed, failed, expired or cancelled.
+
+        Raises:
+            Stopped: after `stop`.
+            JobBusy: another process runs it.
+            JobError: its files cannot be read or written any more; it may be resumed once they can.
+            EngineDead: the engine has ended; it may be resumed with another.
+        """
+        with self._folder.lock():
+            journal = self._folder.journal()
+            try:
+                if not journal.state.final:
+                    await self._attempt(journal)
+                return journal.state
+            except OSError as error:
+                said = error.strerror or str(error)
+                raise JobError(f"job {self._folder.id} stopped: {said}; `headrace batch resume` goes on") from error
+            finally:
+                journal.close()
+
+    async def _attempt(self, journal: Journal) -> None:
+        state = journal.state
+        self._begun, self._earlier = time.monotonic(), state.seconds
+        files = ResultFiles(journal)
+        try:
+            if state.status == "validating":
+                try:
+                    await self._validate(journal, files)
+                except WrongFile as error:
+                    state.reason = str(error)
+                    state.enter("failed", self._clock())
+                    await asyncio.to_thread(files.flush)
+            if state.status in ("in_progress", "cancelling"):
+                await self._generate(journal, files)
+            if state.status == "finalizing":
+                await asyncio.to_thread(self._finish, journal, files)
+        finally:
+            files.close()
+        self._report(journal)
+
+    async def _validate(self, journal: Journal, files: ResultFiles) -> None:
+        """Read and check every line."""
+        check_file(Path(journal.spec.input), "the input file")
+        state = journal.state
+        state.fingerprint = self._endpoint.fingerprint
+        self._look(journal)
+
+        def tell() -> None:
+            self._look(journal)
+            self._report(journal)
+            if self._stopping:
+                raise Stopped
+
+        await Validation(self._folder, journal, files, self._endpoint, self._limit, self._pause).run(tell)
+        state.enter("in_progress", self._clock())
+        await asyncio.to_thread(files.flush)
+
+    async def _generate(self, journal: Journal, files: ResultFiles) -> None:
+        """Run what is pending, in the order of the policy."""
+        self._look(journal)
+        if self._ending is None:
+            await self._run_pending(journal, files)
+        self._account(journal.state)
+        journal.state.ending = self._ending or "completed"
+        journal.state.enter("finalizing", self._clock())
+        await asyncio.to_thread(files.flush)
+
+    async def _run_pending(self, journal: Journal, files: ResultFiles) -> None:
+        columns = await asyncio.to_thread(journal.columns)
+        requests = job_requests(self._folder, journal, columns)
+        admission = await asyncio.to_thread(self._orders, requests)
+        self._pace = Pace(journal.state, int(columns.prompt.sum()), int(columns.most.sum(dtype="int64")))
+        descriptor = os.open(journal.spec.input, os.O_RDONLY | os.O_CLOEXEC)
+        self._begun = time.monotonic()
+        keeper = asyncio.create_task(self._keep(journal, files, admission))
+        try:
+            await self._drive(admission, columns, journal, files, descriptor, keeper)
+        except EngineDead:
+            await asyncio.to_thread(files.flush)
+            raise
+        finally:
+            keeper.cancel()
+            for task in self._running.values():
+                task.cancel()
+            await asyncio.gather(keeper, *self._running.values(), return_exceptions=True)
+            self._running.clear()
+            os.close(descriptor)
+
+    async def _drive(
+        self,
+        admission: Admission,
+        columns: Columns,
+        journal: Journal,
+        files: ResultFiles,
+        descriptor: int,
+        keeper: "asyncio.Task[None]",
+    ) -> None:
+        """Keep the engine supplied until nothing is left, or the keeper says that it is time to end."""
+        ready: deque[int] = deque()
+        done: asyncio.Queue[int] = asyncio.Queue()
+        waiting: asyncio.Task[int] | None = None
+        while self._ending is None:
+            ready.extend(admission.admit())
+            while ready and len(self._running) < self._window:
+                index = ready.popleft()
+                row = journal.line(int(columns.numbers[index]))
+                task = asyncio.create_task(self._line(row, journal, descriptor, index))
+                task.add_done_callback(lambda _, index=index: done.put_nowait(index))  # type: ignore[misc]
+                self._running[index] = task
+            if not self._running:
+                if admission.remaining:
+                    raise JobError(f"the order {journal.spec.order!r} admits nothing although requests are left")
+                return
+            waiting = waiting or asyncio.create_task(done.get())
+            tick = TICK_SECONDS if admission.follows_progress else None
+            await asyncio.wait({waiting, keeper}, timeout=tick, return_when=asyncio.FIRST_COMPLETED)
+            if keeper.done():
+                waiting.cancel()
+                keeper.result()
+                return
+            if not waiting.done():
+                self._tell_progress(admission)
+                continue
+            ended, waiting = [waiting.result()], None
+            while not done.empty():
+                ended.append(done.get_nowait())
+            for index in ended:
+                result = self._running.pop(index).result()
+                self._asked.pop(index, None)
+                files.add(result)
+                admission.finish(index, result.output_tokens)
+                assert self._pace is not None
+                self._pace.finish(result.prompt_tokens, int(columns.most[index]), result.output_tokens)
+            if files.waiting > FLUSH_BYTES:
+                await asyncio.to_thread(files.flush)
+
+    async def _keep(self, journal: Journal, files: ResultFiles, admission: Admission) -> None:
+        """Commit now and then, and end the job where it is cancelled, expired or stopped; returns when it is."""
+        while True:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(FLUSH_SECONDS):
+                    await self._wake.wait()
+            self._wake.clear()
+            self._account(journal.state)
+            self._look(journal)
+            self._tell_progress(admission)
+            await asyncio.to_thread(files.flush)
+            self._report(journal)
+            if self._stopping:
+                raise Stopped
+            if self._ending is not None:
+                return
+
+    def _tell_progress(self, admission: Admission) -> None:
+        asked = self._asked
+        admission.progress(
+            np.fromiter(asked, np.int64, len(asked)),
+            np.fromiter((each.produced for each in asked.values()), np.int64, len(asked)),
+        )
+
+    def _look(self, journal: Journal) -> None:
+        """Whether the job was cancelled from outside, or its time is up."""
+        state, expires = journal.state, journal.spec.expires_at
+        if self._ending is None and journal.cancel_wanted:
+            self._ending = "cancelled"
+            state.enter("cancelling", self._clock())
+        elif self._ending is None and expires is not None and self._clock() >= expires:
+            self._ending = "expired"
+
+    async def _line(self, row: LineRow, journal: Journal, descriptor: int, index: int) -> Result:
+        """Generate one line's answer."""
+        job = journal.spec.id
+        data = os.pread(descriptor, row.length, row.start)
+        if signed_digest(data) != row.digest:
+            raise JobError(f"line {row.number} of {journal.spec.input} was changed while the job ran; run it anew")
+        line = parse_line(data, self._endpoint.urls, self._limit)
+        attempt = 0
+        while True:
+            attempt += 1
+            answer = await self._answer(line.url, line.body, index)
+            if answer.status < 500 or attempt >= MAX_ATTEMPTS:
+                break
+        return Result(
+            row.number,
+            answer_line(job, row.number, line.custom_id, answer),
+            answer.status == 200,
+            attempt,
+            answer.prompt_tokens,
+            answer.cached_tokens,
+            answer.output_tokens,
+        )
+
+    async def _answer(self, url: str, body: bytes, index: int) -> Answer:
+        while True:
+            try:
+                asked = self._asked[index] = await self._endpoint.prepare(url, body)
+                return await self._endpoint.run(asked, self.share)
+            except QueueFull:  # online requests fill the engine's queue; ours can wait
+                await asyncio.sleep(RETRY_SECONDS)
+            except EngineDead:
+                raise
+            except HeadraceError as error:
+                return self._endpoint.refusal(error)
+
+    def _finish(self, journal: Journal, files: ResultFiles) -> None:
+        """Say of every line that has no result why, and close the job."""
+        state, job = journal.state, journal.spec.id
+        ending = state.ending or "completed"
+        while rows := journal.pending(CLOSING_LINES):
+            for row in rows:
+                files.add(Result(row.number, self._unrun(journal, job, row, ending), answered=False))
+            files.flush()
+        state.enter(ending, self._clock())
+        files.flush()
+        for path in (self._folder.spool, self._folder.rest):
+            path.unlink(missing_ok=True)
+        if not state.error_bytes:
+            Path(journal.spec.errors).unlink(missing_ok=True)
+
+    def _unrun(self, journal: Journal, job: str, row: LineRow, ending: Ending) -> bytes:
+        with open(journal.spec.input, "rb") as file:
+            data = os.pread(file.fileno(), row.length, row.start)
+        custom_id = None
+        if signed_digest(data) == row.digest:
+            custom_id = parse_line(data, self._endpoint.urls, self._limit).custom_id
+        said = {
+            "cancelled": "This request was not run because the batch was cancelled.",
+            "expired": "This request could not be executed before the completion window expired.",
+            "completed": "This request has no result.",
+        }[ending]
+        return error_line(job, row.number, custom_id, f"batch_{ending}", said)
+
+    def _account(self, state: JobState) -> None:
+        state.seconds = self._earlier + time.monotonic() - self._begun
+
+    def _report(self, journal: Journal) -> None:
+        state, pace = journal.state, self._pace
+        passed = time.monotonic() - self._begun
+        rest = None if pace is None else pace.rest(passed)
+        self._tell(
+            Progress(
+                state.status,
+                state.total,
+                state.completed,
+                state.failed,
+                len(self._running),
+                state.prompt_tokens,
+                state.cached_tokens,
+                state.output_tokens,
+                round(state.seconds, 3),
+                round((0 if pace is None else pace.tokens) / max(passed, 1e-9), 1),
+                None if rest is None else round(rest, 1),
+            )
+        )

@@ -1,0 +1,118 @@
+"""What a job is, and how far it is: plain data, kept in its journal."""
+
+import re
+import uuid
+from typing import Any, Literal
+
+import msgspec
+
+Status = Literal[
+    "validating", "in_progress", "finalizing", "completed", "failed", "expired", "cancelling", "cancelled"
+]  # fmt: skip
+Ending = Literal["completed", "expired", "cancelled"]
+Origin = Literal["cli", "server"]
+
+FINAL: frozenset[Status] = frozenset({"completed", "failed", "expired", "cancelled"})
+JOB_ID = re.compile(r"batch_[0-9a-f]{32}")
+
+
+def new_job_id() -> str:
+    """A fresh id; nothing in it comes from a user."""
+    return f"batch_{uuid.uuid4().hex}"
+
+
+class JobSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """What was asked for; never changes.
+
+    Attributes:
+        id: of the job, see `JOB_ID`.
+        origin: `cli` jobs belong to a command, `server` jobs to the server of their model.
+        created_at: seconds since the epoch.
+        input: path of the requests.
+        output: path of the answers.
+        errors: path of what could not be answered.
+        endpoint: the route that every line must name; None: chat and completions alike.
+        order: of the requests, see `offline.planning`.
+        window: seconds from creation after which the job expires; None: never.
+        completion_window: the same as the user wrote it.
+        config: of the engine, as builtins; what `resume` starts it with.
+        fingerprint: of the model of a server's job; empty: not known yet.
+        input_file: the server's id of the input.
+        metadata: the user's own.
+    """
+
+    id: str
+    origin: Origin
+    created_at: float
+    input: str
+    output: str
+    errors: str
+    endpoint: str | None = None
+    order: str = "blend"
+    window: float | None = None
+    completion_window: str | None = None
+    config: dict[str, Any] = {}
+    fingerprint: str = ""
+    input_file: str | None = None
+    metadata: dict[str, str] | None = None
+
+    @property
+    def expires_at(self) -> float | None:
+        """Seconds since the epoch."""
+        return None if self.window is None else self.created_at + self.window
+
+
+class JobState(msgspec.Struct, kw_only=True):
+    """How far a job is: what the last commit of its journal says.
+
+    Attributes:
+        status: as OpenAI names it.
+        ending: what it will have been, once it is `finalizing`.
+        scanned: bytes of the input that have been validated.
+        next_line: number of the line that begins there.
+        tokens: prompt tokens in the spool.
+        output_bytes: valid bytes of the output; what lies behind them belongs to no commit.
+        error_bytes: valid bytes of the errors.
+        total: lines that are not blank.
+        completed: those with an answer.
+        failed: those with an error.
+        requests: lines that could be requests.
+        prompt_tokens: of answered lines.
+        cached_tokens: of them, those that were not computed.
+        output_tokens: of answered lines.
+        seconds: time the job has run, all attempts together.
+        reason: why it failed.
+        predicted_end: when it was expected to end when it was created, seconds since the epoch.
+        fingerprint: of the model that answers.
+        times: when each status was entered, seconds since the epoch.
+    """
+
+    status: Status = "validating"
+    ending: Ending | None = None
+    scanned: int = 0
+    next_line: int = 1
+    tokens: int = 0
+    output_bytes: int = 0
+    error_bytes: int = 0
+    total: int = 0
+    completed: int = 0
+    failed: int = 0
+    requests: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    output_tokens: int = 0
+    seconds: float = 0.0
+    reason: str = ""
+    predicted_end: float | None = None
+    fingerprint: str = ""
+    times: dict[str, float] = {}
+
+    @property
+    def final(self) -> bool:
+        """Nothing will change any more."""
+        return self.status in FINAL
+
+    def enter(self, status: Status, now: float) -> None:
+        """Change the status."""
+        self.status = status
+        self.times[status] = now
