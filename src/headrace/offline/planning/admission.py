@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from headrace.core.errors import ConfigError
 from headrace.offline.planning.requests import JobRequests
+from headrace.perf.density import CostRates
 from headrace.perf.model_shape import ModelShape
 from headrace.perf.profile import DeviceProfile
 
@@ -32,6 +33,11 @@ class Admission(Protocol):
 
     def progress(self, requests: NDArray[np.int64], output_tokens: NDArray[np.int64]) -> None:
         """How many tokens admitted requests have produced so far. Optional: plans get better by it."""
+        ...
+
+    @property
+    def follows_progress(self) -> bool:
+        """True while `admit` may name more just because running requests have gone on; else only after an end."""
         ...
 
     def finish(self, request: int, output_tokens: int) -> None:
@@ -79,4 +85,5 @@ def make_admission(
         raise ConfigError(f"--order: {order!r} is not one of {', '.join(ORDERS)}")
     if order == "blend":
         return BlendAdmission(requests, profile, model, kv_tokens, seed, lengths, max_seqs, step_tokens)
-    return FixedAdmission(requests, fixed_order(order, requests, seed), kv_tokens, max_seqs)
+    rates = CostRates.of(profile, model)
+    return FixedAdmission(fixed_order(order, requests, seed, rates, lengths), 2 * max_seqs)
