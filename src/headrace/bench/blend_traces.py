@@ -1,9 +1,9 @@
 """Traces like BlendServe's: BurstGPT, MMLU and OpenVid mixed to a wanted compute density and prefix sharing.
 
-None of the three can be had with its texts, so requests are made from what the paper says of them (mean lengths, sharing,
-density). Ours, where it says nothing: lengths are log-normal; MMLU's subjects have 128 questions each; the prompts of
-a source begin with a few words of their own, as those of one job do, so a depth-first walk meets the sources one after
-another.
+None of the three can be had with its texts, so requests are made from what the paper says of them (mean lengths,
+sharing, density). Ours, where it says nothing: lengths are log-normal; MMLU's subjects have 128 questions each; the
+prompts of a source begin with a few words of their own, as those of one job do, so a depth-first walk meets the sources
+one after another.
 """
 
 from dataclasses import dataclass

@@ -1,5 +1,7 @@
 """Sorting and splitting: subtrees stay together, the walk goes from dense to thin, the sharing kept is as promised."""
 
+from itertools import pairwise
+
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
@@ -18,9 +20,7 @@ def costs(requests: JobRequests, outputs: np.ndarray) -> tuple[np.ndarray, np.nd
 
 
 @given(rows, st.integers(0, 10**6), st.sampled_from([0.5, 0.9, 0.99, 1.0]))
-def test_order_holds_every_request_once_and_keeps_the_sharing(
-    prompts: list[list[int]], seed: int, keep: float
-) -> None:
+def test_order_holds_every_request_once_and_keeps_the_sharing(prompts: list[list[int]], seed: int, keep: float) -> None:
     requests = JobRequests.of(prompts, [1] * len(prompts))
     tree = PrefixTree.of(requests)
     compute, memory = costs(requests, np.random.default_rng(seed).integers(1, 2000, len(prompts)))
@@ -55,7 +55,7 @@ def test_children_stand_by_falling_density(prompts: list[list[int]], seed: int) 
             own = max(0.0, compute[request] - float(RATES.prefix(tree.depth[node])))
             children.append((place[request], own / memory[request]))
         found = [density for _, density in sorted(children)]
-        assert all(a >= b * (1 - 1e-9) - 1e-12 for a, b in zip(found, found[1:]))
+        assert all(a >= b * (1 - 1e-9) - 1e-12 for a, b in pairwise(found))
 
 
 def test_an_outlier_is_split_off_where_it_pays() -> None:

@@ -83,7 +83,7 @@ def make_admission(
 
     if order not in ORDERS:
         raise ConfigError(f"--order: {order!r} is not one of {', '.join(ORDERS)}")
-    if order == "blend":
+    if order == "blend" and len(requests):
         return BlendAdmission(requests, profile, model, kv_tokens, seed, lengths, max_seqs, step_tokens)
     rates = CostRates.of(profile, model)
     return FixedAdmission(fixed_order(order, requests, seed, rates, lengths), 2 * max_seqs)

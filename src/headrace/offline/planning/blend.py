@@ -1,10 +1,10 @@
 """Dual scan: requests from both ends of the density order, so that what runs together has the density of what is left.
 
 The order (`tree_order`) has compute-heavy subtrees at its left end and memory-heavy ones at its right. Two cursors move
-towards each other. The right side fills its part of the KV memory with long-lived requests; the left side fills the rest
-with short-lived ones, on a device that overlaps both kinds of work at such a pace that each step computes in proportion
-to what it reads. Densities and shares are of what is left to do, computed anew at each call, so that wrong estimates
-correct themselves: an early end admits more, an answer that goes on for too long counts to the right.
+towards each other. The right side fills its part of the KV memory with long-lived requests; the left side fills the
+rest with short-lived ones, on a device that overlaps both kinds of work at such a pace that each step computes in
+proportion to what it reads. Densities and shares are of what is left to do, computed anew at each call, so that wrong
+estimates correct themselves: an early end admits more, an answer that goes on for too long counts to the right.
 """
 
 import numpy as np

@@ -35,7 +35,8 @@ def fixed_order(
 def balanced(compute: Floats, memory: Floats) -> Ints:
     """Every stretch of the order has about the density of the whole, prefixes disregarded.
 
-    Requests are taken from the dense or the thin end, whichever brings the density of those taken nearer to the whole's.
+    Requests are taken from the dense or the thin end, whichever brings the density of those taken nearer to that of the
+    whole.
     """
     falling = np.argsort(-(compute / np.maximum(memory, 1e-12)), kind="stable")
     c, m = compute[falling].tolist(), memory[falling].tolist()
@@ -65,7 +66,7 @@ class FixedAdmission:
     """
 
     def __init__(self, order: Ints, window: int) -> None:
-        self._order = order.tolist()
+        self._order: list[int] = order.tolist()
         self._next = 0
         self._window = max(1, window)
         self._under_way = 0

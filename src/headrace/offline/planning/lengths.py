@@ -38,7 +38,7 @@ class LengthEstimator:
         top, above = np.empty(count, np.int64), np.empty(count, np.int64)
         top[tree.leaves], above[tree.leaves] = tree.top(), tree.above
         size = np.log2(requests.prompt_lengths).astype(np.int64)
-        groups = _numbered(requests.groups)
+        groups = _numbered(requests.groups.astype(np.int64))
         kinds = _numbered(groups * 64 + size)
         # From far to near; leaves right below the root have no subtree: there the level says what their kind does.
         self._levels = [
@@ -80,7 +80,10 @@ class LengthEstimator:
         self._running[requests] = output_tokens
 
     def estimate(self) -> Floats:
-        """Output tokens of every request: seen, known, or estimated; at least what it has produced, at most its limit."""
+        """Output tokens of every request: seen, known, or estimated.
+
+        An estimate is at least what the request has produced, and at most its limit.
+        """
         if self._known is not None:
             return np.maximum(self._known, 1.0)
         done = self._seen > 0

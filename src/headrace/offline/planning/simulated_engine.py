@@ -1,8 +1,8 @@
 """A job run step by step on a device's profile, by the same admission code as the real thing.
 
-Continuous batching as in `engine`: decode tokens first, then prompts in chunks up to the step's budget, in the order of the
-queue; prompts share prefixes that are in the pool; when a decode token finds no room the youngest goes back to the queue.
-Steps in which only decoding goes on and nothing can change are taken many at a time.
+Continuous batching as in `engine`: decode tokens first, then prompts in chunks up to the step's budget, in the order of
+the queue; prompts share prefixes that are in the pool; when a decode token finds no room the youngest goes back to the
+queue. Steps in which only decoding goes on and nothing can change are taken many at a time.
 """
 
 from collections import deque
@@ -22,6 +22,7 @@ from headrace.perf.profile import DeviceProfile
 from headrace.perf.step_time import linear_seconds
 
 _MOST_STEPS = 8192  # taken at once
+_RESERVE_STEPS = 16  # the same while a prompt waits for room to its end, which also comes as steps go by
 
 
 @dataclass
@@ -80,7 +81,7 @@ class SimulatedEngine:
         step_tokens: rows of a step at most.
         overlap: compute and memory work run side by side, where the profile says how.
         page: tokens of a KV page; a sequence's last one is half empty on average.
-        reserve: a prompt begins only when all that run will find room to their ends (true lengths are known to it);
+        reserve: a prompt begins only when all that run should find room to their ends (true lengths are known to it);
             else when the prompt itself fits, as engines do.
     """
 
@@ -236,7 +237,7 @@ class SimulatedEngine:
         held += [self._own[p.request] + p.produced for p in self._prefilling] + [needed]
         ahead = [self._lengths[p.request] - p.produced for p in self._prefilling]
         left = np.concatenate((self._left, ahead, [self._lengths[request] - produced]))
-        shared = self._cache.held - sum(held[:-1])
+        shared = self._cache.held - sum(held[:-1]) - len(self._ids)  # each has taken its token of this step
         return peak_tokens(np.array(held, np.float64), left) + shared <= self._kv_tokens
 
     def _holds(self, request: int, left: int) -> int:
@@ -303,7 +304,8 @@ class SimulatedEngine:
     def _decode_only(self, admission: Admission) -> list[int]:
         """As many decode steps as pass before anything can change; the first one's room is taken already."""
         decoding = len(self._ids)
-        steps = int(min(self._left.min(), 1 + self._cache.room // decoding, _MOST_STEPS))
+        most = _RESERVE_STEPS if self._reserve and self._queue else _MOST_STEPS
+        steps = int(min(self._left.min(), 1 + self._cache.room // decoding, most))
         self._cache.take((steps - 1) * decoding)
         base = self._read_seconds()
         grown = base + np.arange(steps) * decoding * self._kv_seconds

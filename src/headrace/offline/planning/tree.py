@@ -1,12 +1,13 @@
 """The prefix tree of a job's prompts, as arrays: sorted prompts and the longest common prefixes of neighbours.
 
 Prompts are sorted by their tokens; what a prompt shares with any other it shares with a neighbour, so the neighbours'
-common prefixes are the tree. A node is a run of leaves (sorted prompts) that share `depth` tokens; there are fewer nodes
-than leaves, whatever the prompts' lengths, and a subtree's sums are differences of prefix sums.
+common prefixes are the tree. A node is a run of leaves (sorted prompts) that share `depth` tokens; there are fewer
+nodes than leaves, whatever the prompts' lengths, and a subtree's sums are differences of prefix sums.
 """
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -75,7 +76,7 @@ def sorted_by_tokens(requests: JobRequests) -> Ints:
     """Requests in the lexicographic order of their prompts; a prompt comes before its continuations."""
     raw = memoryview(requests.tokens.astype(">u4").tobytes())
     bounds = (4 * requests.offsets).tolist()
-    rows = [bytes(raw[begin:end]) for begin, end in zip(bounds, bounds[1:])]
+    rows = [bytes(raw[begin:end]) for begin, end in pairwise(bounds)]
     return np.array(sorted(range(len(rows)), key=rows.__getitem__), np.int64)
 
 
@@ -94,7 +95,9 @@ def common_prefixes(requests: JobRequests, order: Ints) -> Ints:
         step, common = 64, 0  # most neighbours part early: look at a few tokens before all of them
         while common < most:
             length = min(step, most - common)
-            equal = tokens[begin + common : begin + common + length] == tokens[before + common : before + common + length]
+            equal = (
+                tokens[begin + common : begin + common + length] == tokens[before + common : before + common + length]
+            )
             same = int(equal.argmin())
             if not equal[same]:
                 common += same

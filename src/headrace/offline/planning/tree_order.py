@@ -83,9 +83,7 @@ def _log_density(compute: Floats, memory: Floats) -> Floats:
     return np.asarray(np.log(np.maximum(compute, tiny)) - np.log(np.maximum(memory, tiny)), np.float64)
 
 
-def _outliers(
-    tree: PrefixTree, compute: Floats, memory: Floats, rates: CostRates, budget: float, done: Ints
-) -> Ints:
+def _outliers(tree: PrefixTree, compute: Floats, memory: Floats, rates: CostRates, budget: float, done: Ints) -> Ints:
     """Leaves to move to the root: those whose density is far from their top subtree's; best gain per token first."""
     top = tree.top()
     own = _leaf_costs(tree, compute, rates)
