@@ -82,8 +82,8 @@ def test_a_plan_of_the_command_line_speaks_plainly(batch: Path, tmp_path: Path) 
 def test_wrong_lines_are_told_and_kept(batch: Path, tmp_path: Path) -> None:
     wrong = [
         b"not json", b'"text"', b'{"custom_id": "x"}', b"\xff\xfe", line("d0", [1], 4).encode(),
-        line("z", [], 4).encode(), line("y", [1], 0).encode(), line("w", [-1], 4).encode(), line("v", [2**40], 4).encode(),
-        line("u", [1], 4).replace("/v1/completions", "/v1/embeddings").encode(),
+        line("z", [], 4).encode(), line("y", [1], 0).encode(), line("w", [-1], 4).encode(),
+        line("v", [2**40], 4).encode(), line("u", [1], 4).replace("/v1/completions", "/v1/embeddings").encode(),
     ]  # fmt: skip
     batch.write_bytes(batch.read_bytes() + b"\n".join([*wrong, b"", b"  "]))
     given = read_plan_input(batch, no_tokenizer)
