@@ -13,8 +13,8 @@ settings.register_profile("repeatable", derandomize=True)
 settings.register_profile("fuzz", print_blob=True)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
 
-for room in sorted(Path(__file__).parent.iterdir()):
-    if room.is_dir():
+for room in sorted(Path(__file__).parent.rglob("*")):
+    if room.is_dir() and room.name != "__pycache__":
         sys.path.append(str(room))  # so that a room's tests find the helper modules beside them
 
 

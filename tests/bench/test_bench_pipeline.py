@@ -22,8 +22,8 @@ def config(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Engin
 def test_rounds_load_compute_and_do_both(config: EngineConfig) -> None:
     result = measure(config, prefix_chunks=3, suffix_tokens=300, rounds=2)
     summary = result.summary()
-    # 3 chunks of 256 tokens: 2 layers, K and V, 2 heads, 16 elements of 4 bytes, and a header each.
-    assert summary["kv_bytes"] == 3 * (4096 + 2 * 2 * 2 * 256 * 16 * 4)
+    # 3 chunks of 128 tokens: 2 layers, K and V, 2 heads, 16 elements of 4 bytes, and a header each.
+    assert summary["kv_bytes"] == 3 * (4096 + 2 * 2 * 2 * 128 * 16 * 4)
     assert len(result.rounds) == 2
     for one in result.rounds:
         # The tier gives no more than its bandwidth, alone and beside the computation.

@@ -31,9 +31,9 @@ def test_a_prompt_comes_back_after_a_restart(config: EngineConfig, tmp_path: Pat
     result = summary(rounds)
     assert result["same_text"]
     assert result["bytes_as_needed"]
-    # Two full chunks of 256 tokens: 2 layers, K and V, 2 heads, 16 elements of 4 bytes, and a header each.
-    assert result["kv_bytes"] == result["bytes_read"] == 2 * (4096 + 2 * 2 * 2 * 256 * 16 * 4)
-    assert result["cached_tokens"] == 512
+    # Five full chunks of 128 tokens: 2 layers, K and V, 2 heads, 16 elements of 4 bytes, and a header each.
+    assert result["kv_bytes"] == result["bytes_read"] == 5 * (4096 + 2 * 2 * 2 * 128 * 16 * 4)
+    assert result["cached_tokens"] == 640
     assert result["limit_s"] == pytest.approx(1.3 * result["disk_s"] + 2 * result["decode_step_s"], abs=1e-3)
     assert 0 < result["ttft_warm_s"] < 60
     assert list((tmp_path / "t").iterdir()) == []

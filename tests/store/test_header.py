@@ -12,7 +12,7 @@ from headrace.store.part import PartId, PartRange
 
 LAYOUT = KVLayout("ab" * 32, layers=30, kv_heads=3, head_dim=64, dtype="float32")
 PART = PartId(bytes(range(32)), PartRange(2, 30, 0, 3))
-HEADER = PartHeader.of(LAYOUT, PART, 256, tuple(range(28)), 1.5, b"saltsalt")
+HEADER = PartHeader.of(LAYOUT, PART, 128, tuple(range(28)), 1.5, b"saltsalt")
 
 
 @st.composite
@@ -107,14 +107,14 @@ def test_it_must_be_the_part_asked_for() -> None:
         (PART, dataclasses.replace(LAYOUT, head_dim=32), "head_dim"),
         (PART, dataclasses.replace(LAYOUT, layers=29), "exceeds"),
         (PART, dataclasses.replace(LAYOUT, kv_heads=2), "exceeds"),
-        (PART, dataclasses.replace(LAYOUT, chunk_tokens=128), "tokens"),
+        (PART, dataclasses.replace(LAYOUT, chunk_tokens=64), "tokens"),
     ):
         with pytest.raises(BadHeader, match=why):
             HEADER.check(part, layout)
 
 
 def test_sizes_agree_with_the_layout() -> None:
-    for tokens in (1, 17, 256):
+    for tokens in (1, 17, 128):
         header = dataclasses.replace(HEADER, n_tokens=tokens)
         assert header.record_bytes == LAYOUT.record_bytes(3, tokens)
         assert header.part_bytes == LAYOUT.part_bytes(28, 3, tokens)

@@ -8,8 +8,10 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 
 from headrace.store.buffers import BufferPool, size_class
-from headrace.store.reader import UNIT_BYTES
 from headrace.store.tiers.tier import Scanned, Tier
+
+#: Bytes of a read where a disk's rate is wanted: more at once gives no more.
+READ_BYTES = 1 << 20
 
 
 def drop_page_cache(folder: Path) -> None:
@@ -27,7 +29,7 @@ def drop_page_cache(folder: Path) -> None:
                 os.close(fd)
 
 
-def read_rate(tier: Tier, parts: Sequence[Scanned], unit_bytes: int = UNIT_BYTES) -> float:
+def read_rate(tier: Tier, parts: Sequence[Scanned], unit_bytes: int = READ_BYTES) -> float:
     """Bytes per second at which a tier gives whole parts, `tier.depth` reads in flight.
 
     Args:

@@ -2,10 +2,15 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from headrace.core.errors import ConfigError
 from headrace.perf.profile import DeviceProfile
+
+if TYPE_CHECKING:
+    from headrace.offline.planning.simulated_engine import Run
 
 
 def _pyplot() -> Any:
@@ -122,5 +127,31 @@ def layers(series: Mapping[str, Sequence[float]], title: str, path: Path) -> Non
     axes.set(xlabel="ms since the request came", ylabel="layer", title=title)
     axes.grid(alpha=0.3)
     axes.legend()
+    figure.tight_layout()
+    figure.savefig(path)
+
+
+def composition(runs: Mapping[str, "Run"], optimum_s: float, path: Path) -> None:
+    """What each step of predicted runs is made of over time: compute and memory seconds per second.
+
+    Args:
+        runs: by order.
+        optimum_s: the least time of the workload, drawn as a line.
+        path: where to.
+    """
+    pyplot = _pyplot()
+    figure, panels = pyplot.subplots(len(runs), 1, figsize=(9, 2.6 * len(runs)), squeeze=False, sharex=True)
+    for axes, (name, run) in zip(panels[:, 0], runs.items()):
+        ends = np.cumsum(run.step_seconds)
+        edges = np.linspace(0, ends[-1], 201)
+        width = edges[1]
+        for kind, values in (("compute", run.compute), ("memory", run.memory)):
+            shares = np.histogram(ends, edges, weights=values)[0] / width
+            axes.plot(edges[1:], shares, label=kind, linewidth=1)
+        axes.axvline(optimum_s, color="grey", linestyle=":", label="optimum")
+        axes.set(ylabel="seconds per second", title=f"{name}: {run.seconds:,.0f} s")
+        axes.legend(fontsize=7, loc="upper right")
+        axes.grid(alpha=0.3)
+    panels[-1][0].set_xlabel("time (s)")
     figure.tight_layout()
     figure.savefig(path)

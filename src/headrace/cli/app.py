@@ -13,6 +13,7 @@ from headrace.cli.bench import bench
 from headrace.cli.chat import chat
 from headrace.cli.help import Command
 from headrace.cli.models import models
+from headrace.cli.plan import plan
 from headrace.cli.serve import serve
 from headrace.cli.store import store
 from headrace.core.errors import ConfigError, HeadraceError
@@ -49,6 +50,7 @@ def options(
 
 app.command(cls=Command)(serve)
 app.command(cls=Command)(chat)
+app.command(cls=Command)(plan)
 app.add_typer(models, name="models")
 app.add_typer(store, name="store")
 app.add_typer(batch, name="batch")

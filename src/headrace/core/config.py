@@ -57,7 +57,7 @@ class StoreConfig:
         "a storage tier, may be given several times: memory:4GiB, dir:/path:100GiB, dir:/path:100GiB:cluster; "
         "none: a small one in memory and one in HEADRACE_HOME/store",
     )
-    chunk_tokens: int = option(256, "tokens of a stored chunk, a multiple of --page-size")
+    chunk_tokens: int = option(128, "tokens of a stored chunk, a multiple of --page-size")
     store_ttl: float = option(7 * 86400.0, "forget what was not used for this long; 0: never", seconds=True)
     write_queue: int = option(256 << 20, "bytes that may wait to be written to tiers; more is not saved", bytes=True)
     replication: str = option(

@@ -36,6 +36,8 @@ from headrace.store.opening import OpenedStore, open_store
 #: ours but for activations, a larger share, up to so many times what all sequences hold at their longest.
 KV_SHARE, KV_MOST = 0.4, 4 << 30
 DEVICE_KV_SHARE, DEVICE_KV_TIMES = 0.8, 4
+#: Of the pool, what is in memory before the first request: as much as a sequence may hold, up to so many bytes.
+READY_BYTES = 512 << 20
 
 #: Called with a phase and how much of it is done, 0..1.
 Progress = Callable[[str, float], None]
@@ -106,6 +108,7 @@ def build(
     )
     pages, max_model_len = _size(config, kv_shape, shape, device)
     group = KVGroup(kv_shape, pages, backend, device)
+    group.commit(min(max_model_len * kv_shape.token_bytes, READY_BYTES))
     sampler = Sampler(shape.vocab_size, shape.eos_ids, str(tokenizer), threads)
     if device == "cpu":
         profile = load_or_default(device, threads, shape.dtype)

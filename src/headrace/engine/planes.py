@@ -1,5 +1,6 @@
 """KV planes: memory in reserved address space, committed by use and given back by range."""
 
+import contextlib
 import mmap
 from collections.abc import Iterable
 from typing import Any, Protocol
@@ -9,6 +10,7 @@ import torch
 from numpy.typing import DTypeLike, NDArray
 
 PAGE_BYTES = mmap.PAGESIZE
+_MADV_POPULATE_WRITE = 23  # Linux 5.14; not in the standard library's `mmap` yet
 
 
 class Planes(Protocol):
@@ -16,6 +18,10 @@ class Planes(Protocol):
 
     def layer(self, layer: int) -> Any:
         """The planes of one layer (index within the group), `[heads, pages, *page_shape]`, zero copy."""
+        ...
+
+    def commit_pages(self, first: int, last: int) -> None:
+        """Have the memory of pages `first..last-1` of every plane ready; without this it comes as it is written."""
         ...
 
     def release_pages(self, first: int, last: int) -> None:
@@ -49,6 +55,14 @@ class HostPlanes:
         """The planes of one layer, `[heads, pages, *page_shape]`."""
         planes: NDArray[Any] = self._array[layer]
         return planes
+
+    def commit_pages(self, first: int, last: int) -> None:
+        """Have the memory of pages `first..last-1` of every plane ready; does nothing on a kernel that cannot."""
+        with contextlib.suppress(OSError):
+            for plane in range(self._layers * self._heads):
+                base = plane * self._plane_nbytes
+                start = (base + first * self._page_nbytes) // PAGE_BYTES * PAGE_BYTES
+                self._map.madvise(_MADV_POPULATE_WRITE, start, base + last * self._page_nbytes - start)
 
     def release_pages(self, first: int, last: int) -> None:
         """Give the memory of pages `first..last-1` of every plane back to the system."""
@@ -93,6 +107,9 @@ class DevicePlanes:
         if tensor is None:
             raise AssertionError(f"layer {layer} was released")
         return tensor
+
+    def commit_pages(self, first: int, last: int) -> None:
+        """Nothing to do: the tensors are there."""
 
     def release_pages(self, first: int, last: int) -> None:
         """Keep the memory: a tensor cannot give back a range."""

@@ -97,6 +97,18 @@ class Tokenizer:
             raise too_long(limit, len(encoding), 0)
         return list(encoding.ids)
 
+    def encode_many(self, texts: Sequence[str], *, add_special_tokens: bool = True) -> list[list[int]]:
+        """Token ids of many texts, by all cores at once.
+
+        Raises:
+            InvalidRequest: a text holds a lone surrogate.
+        """
+        try:
+            encodings = self._fast.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
+        except (TypeError, UnicodeEncodeError) as error:
+            raise InvalidRequest("a text is not valid Unicode (it holds a lone surrogate)", "prompt") from error
+        return [list(encoding.ids) for encoding in encodings]
+
     async def encode_async(self, text: str, *, add_special_tokens: bool = True, limit: int | None = None) -> list[int]:
         """The same without blocking the event loop: long texts go through a thread pool."""
         if len(text) <= INLINE_CHARACTERS:

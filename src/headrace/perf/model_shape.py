@@ -20,6 +20,9 @@ class ModelShape:
         kv_itemsize: bytes of one stored K or V number.
         window: tokens that a sliding-window layer looks back on; 0: none.
         window_layers: how many layers slide; the others see the whole context.
+        experts: experts of a mixture-of-experts layer; 0: the model is dense.
+        experts_per_token: how many of them one token goes through.
+        expert_params: weights of one expert, over all layers.
     """
 
     layers: int
@@ -33,6 +36,9 @@ class ModelShape:
     kv_itemsize: int = 4
     window: int = 0
     window_layers: int = 0
+    experts: int = 0
+    experts_per_token: int = 0
+    expert_params: int = 0
 
     def __post_init__(self) -> None:
         """Refuse numbers that no model has; a wrong one would only show as a strange schedule."""
@@ -43,6 +49,25 @@ class ModelShape:
             raise ValueError(f"window_layers must be between 0 and {self.layers}, got {self.window_layers}")
         if self.window_layers and self.window < 1:
             raise ValueError(f"{self.window_layers} layers slide, so window must be at least 1, got {self.window}")
+        if self.experts and not 1 <= self.experts_per_token <= self.experts:
+            raise ValueError(f"experts_per_token must be between 1 and {self.experts}, got {self.experts_per_token}")
+        if self.experts_per_token * self.expert_params > self.linear_params:
+            raise ValueError("the active experts have more weights than linear_params, which counts them in")
+
+    @property
+    def dense_params(self) -> int:
+        """Weights of `linear_params` that every token multiplies with: all but experts."""
+        return self.linear_params - self.experts_per_token * self.expert_params
+
+    def distinct_experts(self, rows: int) -> float:
+        """Experts of a layer that this many tokens go through, expected if each token chooses at random."""
+        if not self.experts:
+            return 0.0
+        return self.experts * (1.0 - (1.0 - self.experts_per_token / self.experts) ** rows)
+
+    def weight_bytes(self, rows: int) -> float:
+        """Bytes of the layers' weights that a step of this many rows reads."""
+        return (self.dense_params + self.distinct_experts(rows) * self.expert_params) * self.weight_itemsize
 
     @property
     def kv_bytes_per_token(self) -> int:

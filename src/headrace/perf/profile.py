@@ -36,6 +36,9 @@ class DeviceProfile:
         step_overhead: seconds of a step that depend on neither rows nor layers.
         layer_overhead: seconds per layer that do not depend on rows (dispatch of its operators).
         measured: False where the numbers are a preset or an estimate.
+        overlap: how compute- and memory-bound work runs side by side, as (share of the units, rate) points: while
+            attention has this share of the device's units, linears run at the rest of their rate and KV is read at
+            `rate` of its bandwidth. Empty: not side by side, times add up (one pool of cores serves both on a CPU).
     """
 
     device: str
@@ -51,6 +54,7 @@ class DeviceProfile:
     step_overhead: float
     layer_overhead: float
     measured: bool = True
+    overlap: tuple[tuple[float, float], ...] = ()
 
     def __post_init__(self) -> None:
         """Refuse what cannot be a measurement."""
@@ -70,9 +74,12 @@ class DeviceProfile:
             seconds = getattr(self, name)
             if not 0 <= seconds < 60:
                 raise ConfigError(f"{name} of a device profile must be between 0 and 60 seconds, got {seconds}")
+        for share, rate in self.overlap:
+            if not (0 <= share < 1 and 0 < rate <= 1):
+                raise ConfigError(f"overlap of a device profile: a share in 0..1 and its rate, got ({share}, {rate})")
 
-    def gemm_rate(self, rows: int) -> float:
-        """FLOP/s of a linear over this many rows.
+    def gemm_rate(self, rows: float) -> float:
+        """FLOP/s of a linear over this many rows (a mean may be a fraction).
 
         Between two measured points the *time* is interpolated over rows, so it never falls when rows grow; below the
         first and above the last point the rate is theirs.

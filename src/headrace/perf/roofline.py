@@ -16,6 +16,7 @@ from itertools import pairwise
 import numpy as np
 
 from headrace.perf.model_shape import ModelShape
+from headrace.perf.overlap import overlapped
 from headrace.perf.profile import DeviceProfile
 
 
@@ -95,3 +96,14 @@ def roofline_seconds(work: Work, shape: ModelShape, profile: DeviceProfile) -> f
     """The formula above."""
     flops = work.computed_tokens * shape.linear_flops + work.output_tokens * shape.head_flops
     return flops / profile.best_gemm_rate(512) + work.kv_bytes / profile.sum_read
+
+
+def optimum_seconds(compute: float, memory: float, profile: DeviceProfile, overlap: bool = True) -> float:
+    """The least time of a workload by the device's own overlap rule, whatever the order.
+
+    With perfect sharing and an unlimited cache a workload is `compute` seconds of compute-bound work (each distinct
+    prefix computed once) and `memory` seconds of memory-bound work, as `CostRates` counts them. On a device that runs
+    both side by side the optimum is their overlapped time, which the profile's interference makes longer than the
+    larger of the two (the "practical optimum" of BlendServe); on a CPU, whose one pool of cores serves both, their sum.
+    """
+    return overlapped(compute, memory, profile.overlap if overlap else ())

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from headrace.perf.model_shape import ModelShape
+from headrace.perf.overlap import overlapped
 from headrace.perf.profile import DeviceProfile
 
 
@@ -35,13 +36,15 @@ class StepLoad:
 class StepTimeModel:
     """Predicts step times from a device's profile and a model's shape.
 
-    Operators run one after another, so their times add up: linears and head at the measured GEMM rate for their rows,
-    KV reading and element-wise traffic at the measured bandwidths, prefill attention at its rate, plus fixed overheads.
+    Linears and head take the measured GEMM rate for their rows, KV reading and element-wise traffic the measured
+    bandwidths, prefill attention its rate, plus fixed overheads. Operators run one after another, so their times add
+    up; with `overlap`, KV reading runs beside the rest as far as the profile says it can.
     """
 
-    def __init__(self, profile: DeviceProfile, shape: ModelShape) -> None:
+    def __init__(self, profile: DeviceProfile, shape: ModelShape, overlap: bool = False) -> None:
         self.profile = profile
         self.shape = shape
+        self._overlap = profile.overlap if overlap else ()
         self._fixed = profile.step_overhead + shape.layers * profile.layer_overhead
 
     def decode(self, context: int) -> StepLoad:
@@ -56,13 +59,22 @@ class StepTimeModel:
         """Predicted time of a step; never falls when any part of the load grows."""
         if load.rows == 0:
             return 0.0
+        compute, memory = self.parts(load)
+        return self._fixed + overlapped(compute, memory, self._overlap)
+
+    def parts(self, load: StepLoad) -> tuple[float, float]:
+        """Seconds of a step's compute-bound and of its memory-bound work, without the fixed overheads."""
         profile, shape = self.profile, self.shape
-        time = self._fixed + load.rows * shape.linear_flops / profile.gemm_rate(load.rows)
+        compute = linear_seconds(shape, profile, load.rows)
         if load.sampled:
-            time += load.sampled * shape.head_flops / profile.gemm_rate(load.sampled)
-        time += load.rows * shape.activation_bytes / profile.copy
-        time += load.kv_bytes / profile.kv_read
-        return time + load.attention_flops / profile.attention
+            compute += load.sampled * shape.head_flops / profile.gemm_rate(load.sampled)
+        compute += load.rows * shape.activation_bytes / profile.copy
+        return compute + load.attention_flops / profile.attention, load.kv_bytes / profile.kv_read
+
+    @property
+    def fixed(self) -> float:
+        """Seconds of a step that do not depend on its load."""
+        return self._fixed
 
     def prefill_that_fits(self, target: float, beside: StepLoad, start: int, most: int) -> int:
         """How many tokens of a prompt, from position `start`, fit into a step of `target` seconds.
@@ -85,6 +97,22 @@ class StepTimeModel:
             else:
                 high = middle - 1
         return low
+
+
+def linear_seconds(shape: ModelShape, profile: DeviceProfile, rows: int) -> float:
+    """Time of all linears but the head over this many rows.
+
+    The tokens of a mixture of experts spread over as many experts as their choice is expected to hit; each of these
+    multiplies its own few rows, so that few tokens pay for reading the weights of many experts.
+    """
+    if rows == 0:
+        return 0.0
+    time = 2 * shape.dense_params * rows / profile.gemm_rate(rows)
+    if shape.experts:
+        pairs = rows * shape.experts_per_token
+        each = pairs / shape.distinct_experts(rows)
+        time += 2 * shape.expert_params * pairs / profile.gemm_rate(each)
+    return time
 
 
 class Correction:

@@ -39,7 +39,7 @@ class KVLayout:
     kv_heads: int
     head_dim: int
     dtype: str
-    chunk_tokens: int = 256
+    chunk_tokens: int = 128
 
     def __post_init__(self) -> None:
         for name in ("layers", "kv_heads", "head_dim", "chunk_tokens"):

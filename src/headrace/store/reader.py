@@ -29,8 +29,8 @@ from headrace.store.tiers.tier import Tier
 
 log = logging.getLogger(__name__)
 
-#: Bytes of a unit: large enough for a disk, small enough for a layer to come early. See `docs/decisions/0009`.
-UNIT_BYTES = 1 << 20
+#: Bytes of a unit: large enough for a disk, small enough for a layer to come early. See `docs/decisions/0009`, `0013`.
+UNIT_BYTES = 512 << 10
 
 #: Seconds that `close` waits for a tier that does not answer.
 CLOSE_SECONDS = 5.0

@@ -1,0 +1,239 @@
+"""`headrace plan`: what a batch file asks for, what each order of its requests takes, and the file reordered."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from headrace.bench.report import print_json, print_table, show
+from headrace.cli.options import Json
+from headrace.core.config import SchedulerConfig
+from headrace.core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from headrace.offline.plan_input import PlanInput
+    from headrace.offline.plan_report import Plan, Target
+
+_GROUPS_SHOWN = 12
+_ACCELERATOR_SEQS, _ACCELERATOR_TOKENS = 512, 2048  # what serving engines use on large accelerators
+
+
+def plan(
+    requests: Annotated[Path, typer.Argument(metavar="FILE", help="OpenAI batch JSONL; prompts may be token ids")],
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", metavar="FILE", help="write the lines in the blended order")
+    ] = None,
+    model: Annotated[
+        str, typer.Option(help="model to plan for: as for serve, or the name of a preset such as llama-3-8b")
+    ] = "default",
+    device: Annotated[
+        str, typer.Option(metavar="auto|cpu|cuda|A100|H100|H200|L40S", help="device to plan for")
+    ] = "auto",
+    threads: Annotated[int, typer.Option(min=0, help="CPU threads of the engine; 0: all cores")] = 0,
+    dtype: Annotated[str, typer.Option(metavar="auto|float32|bfloat16|float16", help="of the weights")] = "auto",
+    kv_tokens: Annotated[int, typer.Option(min=0, help="tokens of the KV pool; 0: what the device has room for")] = 0,
+    max_num_seqs: Annotated[int, typer.Option(min=0, help="sequences at once; 0: as the engine's default")] = 0,
+    max_num_batched_tokens: Annotated[int, typer.Option(min=0, help="tokens of a step; 0: by the device")] = 0,
+    order: Annotated[
+        list[str] | None, typer.Option(metavar="NAME", help="an order to predict; repeat; default: all")
+    ] = None,
+    lengths: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="results of an earlier run: their lengths are expected again")
+    ] = None,
+    output_share: Annotated[
+        float, typer.Option(min=0.001, max=1.0, help="share of max_tokens that is expected to be produced")
+    ] = 1.0,
+    seed: Annotated[int, typer.Option(help="of random orders and samples")] = 0,
+    plot: Annotated[Path | None, typer.Option(metavar="FILE", help="draw the batches over time")] = None,
+    json: Json = False,
+) -> None:
+    """Tell what a batch asks for and how long it takes in each order; write it reordered for any engine."""
+    import time
+
+    import numpy as np
+
+    from headrace.bench import plot as drawing
+    from headrace.bench.progress import progress
+    from headrace.front.tokenizer import Tokenizer
+    from headrace.offline.plan_input import read_plan_input
+    from headrace.offline.plan_lengths import expected_lengths
+    from headrace.offline.plan_report import make_plan
+    from headrace.offline.planning.admission import ORDERS
+
+    drawing.check(plot)
+    orders = list(dict.fromkeys(order or ORDERS))
+    for name in orders:
+        if name not in ORDERS:
+            raise ConfigError(f"--order: {name!r} is not one of {', '.join(ORDERS)}")
+    if (output is not None or plot is not None) and "blend" not in orders:
+        orders.append("blend")
+    if output is not None and output.exists() and output.samefile(requests):
+        raise ConfigError(f"-o {output} is the file that is read; give another name")
+    target, folder = _target(model, device, threads, dtype, kv_tokens, max_num_seqs, max_num_batched_tokens)
+    size = requests.stat().st_size if requests.is_file() else 0
+    with progress(f"reading {requests.name}", max(1, size)) as advance:
+        given = read_plan_input(requests, lambda: Tokenizer.load(folder or _folder("default")), advance)
+    expected = expected_lengths(given, lengths, output_share)
+    _check_fits(given, expected, target)
+    begun = time.perf_counter()
+    with progress("planning", len(orders)) as advance:
+        result = make_plan(
+            given.requests, expected, target, orders, seed, known=lengths is not None, advance=lambda name: advance(1)
+        )
+    seconds = time.perf_counter() - begun
+    if output is not None:
+        _write(given, np.asarray(result.runs["blend"].order), requests, output)
+    if plot is not None:
+        drawing.composition(
+            {name: result.runs[name] for name in ("dfs", "blend") if name in result.runs}, result.optimum_s, plot
+        )
+    times = {"read_s": given.read_s, "tokenize_s": given.tokenize_s, "plan_s": seconds}
+    _report(result, given, target, times, output, json)
+
+
+def _folder(model: str) -> Path:
+    if (Path(model) / "config.json").is_file():
+        return Path(model)  # no weights are needed to plan
+    from headrace.model import hub
+
+    return hub.resolve(model)
+
+
+def _target(
+    model: str, device: str, threads: int, dtype: str, kv_tokens: int, max_seqs: int, step_tokens: int
+) -> tuple["Target", Path | None]:
+    """What to plan for, and the model's folder where it has one."""
+    from headrace.offline.plan_report import Target
+    from headrace.perf.model_config import preset, shape_of_folder
+    from headrace.perf.presets import accelerator, memory_bytes, names
+    from headrace.perf.profile import load_or_default
+
+    named = device.upper().split("-")[0]
+    if device == "auto":
+        device = "cuda" if Path("/dev/nvidia0").exists() else "cpu"
+    elif device not in ("cpu", "cuda") and named not in names():
+        raise ConfigError(f"--device: {device!r} is not one of auto, cpu, cuda, {', '.join(names())}")
+    kind = dtype if dtype != "auto" else ("float32" if device == "cpu" else "bfloat16")
+    shape = preset(model, kind)
+    folder = None if shape is not None else _folder(model)
+    if shape is None:
+        assert folder is not None
+        shape = shape_of_folder(folder, kind)
+    defaults = SchedulerConfig()
+    if device == "cpu":
+        profile = load_or_default("cpu", threads, kind)
+    elif device == "cuda":
+        profile = load_or_default("cuda", 0, kind)
+    else:
+        profile = accelerator(named, kind)
+    large = device != "cpu"
+    if not kv_tokens:
+        weights = (shape.linear_params + 2 * shape.head_params) * shape.weight_itemsize
+        weights += (shape.experts - shape.experts_per_token) * shape.expert_params * shape.weight_itemsize
+        room = int(0.9 * memory_bytes(named if named in names() else "A100")) - weights if large else 4 << 30
+        kv_tokens = room // shape.kv_bytes_per_token
+        if kv_tokens < 1:
+            raise ConfigError(f"{model} with {weights / 1e9:.0f} GB of weights leaves no room for KV on {device}")
+    seqs = max_seqs or (_ACCELERATOR_SEQS if large else defaults.max_num_seqs)
+    tokens = step_tokens or (_ACCELERATOR_TOKENS if large else defaults.max_num_batched_tokens)
+    return Target(profile, shape, kv_tokens, seqs, tokens), folder
+
+
+def _check_fits(given: "PlanInput", expected: Any, target: "Target") -> None:
+    need = given.requests.prompt_lengths + expected
+    worst = int(need.argmax())
+    # A page more than its tokens, which the last page of a sequence may waste.
+    if need[worst] + 16 > target.kv_tokens:
+        raise ConfigError(
+            f"{given.ids[worst]!r} needs {int(need[worst])} tokens of KV, the pool holds {target.kv_tokens}; "
+            "raise --kv-tokens or take the line out"
+        )
+
+
+def _write(given: "PlanInput", order: Any, source: Path, target: Path) -> None:
+    """Write the lines in a new order, those that could not be planned last; the file appears when it is whole."""
+    import os
+    import tempfile
+
+    handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
+    try:
+        with source.open("rb") as read, os.fdopen(handle, "wb") as write:
+            for begin, end in [*zip(given.begins[order].tolist(), given.ends[order].tolist()), *given.bad]:
+                read.seek(begin)
+                line = read.read(end - begin)
+                write.write(line if line.endswith(b"\n") else line + b"\n")
+        os.replace(temporary, target)
+    except BaseException:
+        os.unlink(temporary)
+        raise
+
+
+def _report(
+    result: "Plan", given: "PlanInput", target: "Target", times: dict[str, float], output: Path | None, json: bool
+) -> None:
+    from headrace.offline.plan_report import edges
+
+    profile = target.profile
+    about = {
+        "device": profile.device_name,
+        "device_measured": profile.measured,
+        "kv_tokens": target.kv_tokens,
+        "bad_lines": len(given.bad),
+        **{name: round(seconds, 3) for name, seconds in times.items()},
+        "output": None if output is None else str(output),
+    }
+    if json:
+        groups = [
+            {
+                "name": given.names[g.number],
+                "requests": g.requests,
+                "prompt_tokens": g.prompt_tokens,
+                "expected_output_tokens": g.output_tokens,
+                "sharing": round(g.sharing, 4),
+                "density": round(g.density, 4) if g.memory_s > 0 else None,
+                "compute_s": round(g.compute_s, 3),
+                "memory_s": round(g.memory_s, 3),
+                "density_histogram": list(g.histogram),
+            }
+            for g in result.groups
+        ]
+        print_json({**result.summary(), **about, "density_edges": list(edges()), "groups": groups})
+        return
+    summary = result.summary()
+    orders = summary.pop("orders")
+    rows = [(name.replace("_", " "), show(value)) for name, value in (summary | about).items() if value is not None]
+    print_table("Workload", ("", "value"), rows)
+    titles = ("group", "requests", "prompt tokens", "output tokens", "sharing", "density", "compute s", "memory s")
+    shown = [
+        [
+            given.names[g.number],
+            *map(show, (g.requests, g.prompt_tokens, g.output_tokens, g.sharing, g.density, g.compute_s, g.memory_s)),
+        ]
+        for g in result.groups[:_GROUPS_SHOWN]
+    ]
+    print_table("Groups of prompts", titles, shown)
+    print_table("Requests by density (compute / memory)", ("density", "requests"), _histogram(result))
+    columns = ("order", "predicted s", "share of optimum", "sharing kept", "steps", "preemptions")
+    print_table("Orders", columns, [[name, *map(show, one.values())] for name, one in orders.items()])
+    for number, why in given.errors[:5]:
+        print(f"line {number} is not planned: {why}")
+    print(_words(result, profile.measured))
+
+
+def _histogram(result: "Plan") -> list[list[str]]:
+    from headrace.offline.plan_report import edges
+
+    counts = [sum(column) for column in zip(*(group.histogram for group in result.groups))]
+    names = [f"below {edges()[0]:g}", *(f"from {edge:g}" for edge in edges())]
+    return [[name, f"{count:,}"] for name, count in zip(names, counts) if count]
+
+
+def _words(result: "Plan", measured: bool) -> str:
+    """What the figures mean, in a line or two."""
+    words = (
+        "This device runs compute- and memory-bound work side by side: the blended order gains by overlap and sharing."
+        if result.overlaps
+        else "One pool of cores serves compute and memory work here, so their times add up: an order gains by sharing "
+        "prefixes, hardly by blending."
+    )
+    return words if measured else words + " The device was not measured; `headrace bench calibrate` makes that good."

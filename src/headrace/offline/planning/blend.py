@@ -1,0 +1,307 @@
+"""Dual scan: requests from both ends of the density order, so that what runs together has the density of what is left.
+
+The order (`tree_order`) has compute-heavy subtrees at its left end and memory-heavy ones at its right. Two cursors move
+towards each other. The right side fills its part of the KV memory with long-lived requests; the left side fills the
+rest with short-lived ones, on a device that overlaps both kinds of work at such a pace that each step computes in
+proportion to what it reads. Densities and shares are of what is left to do, computed anew at each call, so that wrong
+estimates correct themselves: an early end admits more, an answer that goes on for too long counts to the right.
+"""
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headrace.offline.planning.lengths import LengthEstimator
+from headrace.offline.planning.requests import JobRequests
+from headrace.offline.planning.split import memory_split, peak_tokens
+from headrace.offline.planning.tree import Ints, PrefixTree, running_sums
+from headrace.offline.planning.tree_order import order_by_density
+from headrace.perf.density import ROWS, CostRates
+from headrace.perf.model_shape import ModelShape
+from headrace.perf.profile import DeviceProfile
+
+#: Tokens of a KV page: prefixes are shared in whole pages, and a sequence wastes half a page on average.
+PAGE = 16
+#: Requests at each end whose density stands for the end.
+_WINDOW = 64
+#: A left request that has produced so many times its estimate counts to the right side.
+_UNDERESTIMATED = 2.0
+#: The longest request should be done when all are: memory is given to as few at once as that takes, and this much more.
+_HORIZON = 1.1
+_LEFT, _RIGHT = 0, 1
+
+
+class BlendAdmission:
+    """The policy; see `Admission` for its contract.
+
+    Args:
+        requests: of the job.
+        profile: of the device.
+        model: that runs.
+        kv_tokens: tokens of the KV pool.
+        seed: of the sample.
+        lengths: output lengths where known; None: estimated.
+        max_seqs: sequences the engine runs at once.
+        step_tokens: tokens of one engine step at most.
+    """
+
+    def __init__(
+        self,
+        requests: JobRequests,
+        profile: DeviceProfile,
+        model: ModelShape,
+        kv_tokens: int,
+        seed: int = 0,
+        lengths: NDArray[np.int64] | None = None,
+        max_seqs: int = 64,
+        step_tokens: int = 512,
+    ) -> None:
+        self._requests = requests
+        self._prompts = requests.prompt_lengths.astype(np.float64)
+        self._rates = CostRates.of(profile, model, max(1, min(step_tokens, ROWS)))
+        self._kv = float(kv_tokens)
+        self._max_seqs = max_seqs + max(2, max_seqs // 8)  # a few wait in the engine, so that no row stays free
+        self._step_tokens = step_tokens
+        self._overlap = bool(profile.overlap)
+        #: Rows that a step computes in the time that reading the weights takes anyway.
+        self._free_rows = self._rates_floor(profile)
+        self._tree = PrefixTree.of(requests, PAGE)
+        self._estimator = LengthEstimator(requests, self._tree, lengths)
+        self._known = lengths is not None
+        count = len(requests)
+        self._waiting = np.ones(count, bool)
+        self._remaining = count
+        self._output = np.ones(count)  # estimated output tokens
+        self._produced = np.zeros(count)
+        self._unique = np.zeros(count)  # prompt tokens that nothing before it in the scan leaves behind
+        self._side = np.zeros(count, np.int8)
+        self._under_way: dict[int, None] = {}
+        self._reports = False  # whether progress is ever told
+        self._finished = 0
+        self._replan_at = 0
+        self._path = [0.0, 0.0]  # tokens of the shared prefix that each side works under
+        self._sample = self._estimator.sample(seed).tolist()[::-1]
+        #: Requests that a plan moved away from their prefix, by the last plan.
+        self.split = 0
+        #: Requests of the warm-up.
+        self.sampled = len(self._sample)
+        self._plan()
+
+    # -- the contract ---------------------------------------------------------------------------------------------
+
+    @property
+    def remaining(self) -> int:
+        """Requests not admitted yet."""
+        return self._remaining
+
+    @property
+    def follows_progress(self) -> bool:
+        """True where the left side is paced by what runs."""
+        return self._overlap and self._remaining > 0
+
+    def progress(self, requests: NDArray[np.int64], output_tokens: NDArray[np.int64]) -> None:
+        """Take running requests' tokens into account."""
+        self._reports = True
+        self._produced[requests] = output_tokens
+        late = requests[output_tokens >= self._output[requests]]
+        if len(late):
+            self._estimator.progress(late, self._produced[late].astype(np.int64))
+            self._outlived(late)
+
+    def finish(self, request: int, output_tokens: int) -> None:
+        """Take a request's end into account; plan anew when enough has been learnt."""
+        del self._under_way[request]
+        self._estimator.observe(request, output_tokens)
+        self._finished += 1
+        if not self._known and self._finished >= self._replan_at and self._remaining:
+            self._estimator.progress(*self._running())
+            self._plan()
+
+    def admit(self) -> list[int]:
+        """Requests that fit now: samples first, then from the side that is under its share."""
+        taken: list[int] = []
+        while self._sample:
+            request = self._sample[-1]
+            if not self._waiting[request]:
+                self._sample.pop()
+                continue
+            if self._under_way and not self._fits(request, self._kv):
+                return taken
+            self._sample.pop()
+            self._take(request, self._usual_side(request), taken)
+        if not self._remaining:
+            return taken
+        state = _State(self)
+        while self._remaining and len(self._under_way) < self._max_seqs:
+            self._skip_taken()
+            request = state.next()
+            if request is None:
+                break
+            self._take(request, state.side, taken)
+            state.took(request)
+        if not self._under_way:  # nothing fits an empty pool: the engine shall judge
+            self._skip_taken()
+            self._take(int(self._scan[self._left]), _LEFT, taken)
+        return taken
+
+    # -- planning -------------------------------------------------------------------------------------------------
+
+    def _plan(self) -> None:
+        """Estimate lengths and order what is left by density."""
+        self._output = self._estimator.estimate()
+        compute = self._rates.compute(self._prompts, self._output)
+        memory = self._rates.memory(self._prompts, self._output)
+        order = order_by_density(self._tree, compute, memory, self._rates)
+        self.split = len(order.split)
+        shared = np.empty(len(self._waiting))
+        shared[order.requests] = order.shared
+        self._shared = shared
+        running = ~self._waiting
+        self._unique = np.where(running & (self._unique > 0), self._unique, self._prompts - shared)
+        kept = self._waiting[order.requests]
+        self._scan: Ints = order.requests[kept]
+        self._left, self._right = 0, len(self._scan) - 1
+        self._sum_compute = running_sums(order.compute[kept])
+        self._sum_memory = running_sums(order.memory[kept])
+        self._compute = np.empty(len(shared))
+        self._compute[order.requests] = order.compute
+        self._memory = memory
+        area = self._prompts * self._output + self._output**2 / 2
+        self._area = area
+        self._waiting_compute = float(self._compute[self._waiting].sum())
+        self._waiting_memory = float(memory[self._waiting].sum())
+        self._waiting_area = float(area[self._waiting].sum())
+        step = max(16, self._finished // 2)
+        self._replan_at = self._finished + min(step, max(16, len(self._waiting) // 20))
+
+    def _rates_floor(self, profile: DeviceProfile) -> float:
+        """Rows whose linears take as long as those of one row."""
+        shape = self._rates.shape
+        one = shape.linear_flops / profile.gemm_rate(1)
+        return max(1.0, one / self._rates.linear)
+
+    def _running(self) -> tuple[Ints, Ints]:
+        ids = np.fromiter(self._under_way, np.int64, len(self._under_way))
+        return ids, self._produced[ids].astype(np.int64)
+
+    def _outlived(self, late: Ints) -> None:
+        """Running requests that go on past their estimate: what they need is thought anew, and where they count."""
+        limits = self._requests.max_tokens[late]
+        first = self._output[late]
+        self._output[late] = np.minimum(np.maximum(1.25 * self._produced[late], self._produced[late] + 1), limits)
+        self._area[late] = self._prompts[late] * self._output[late] + self._output[late] ** 2 / 2
+        badly = self._produced[late] >= _UNDERESTIMATED * np.maximum(first / 1.25, PAGE)
+        self._side[late[badly]] = _RIGHT
+
+    def _usual_side(self, request: int) -> int:
+        """The side that a sample counts to: that of its half of the density order."""
+        whole = self._waiting_compute * self._memory[request] <= self._waiting_memory * self._compute[request]
+        return _LEFT if whole else _RIGHT
+
+    # -- taking ---------------------------------------------------------------------------------------------------
+
+    def _skip_taken(self) -> None:
+        while self._left < self._right and not self._waiting[self._scan[self._left]]:
+            self._left += 1
+        while self._right > self._left and not self._waiting[self._scan[self._right]]:
+            self._right -= 1
+
+    def _take(self, request: int, side: int, taken: list[int]) -> None:
+        self._waiting[request] = False
+        self._remaining -= 1
+        self._side[request] = side
+        self._under_way[request] = None
+        self._waiting_compute -= self._compute[request]
+        self._waiting_memory -= self._memory[request]
+        self._waiting_area -= self._area[request]
+        taken.append(request)
+
+    def _fits(self, request: int, memory: float) -> bool:
+        """Whether a request fits beside all that runs, none of which is done before it."""
+        ids = np.fromiter((*self._under_way, request), np.int64, len(self._under_way) + 1)
+        current = self._unique[ids] + self._produced[ids] + PAGE / 2
+        return peak_tokens(current, np.maximum(self._output[ids] - self._produced[ids], 0)) <= memory
+
+
+class _State:
+    """What runs and what is left, summed up once per `admit` and kept up to date while it takes.
+
+    A part of `BlendAdmission`: reads its columns.
+    """
+
+    def __init__(self, plan: BlendAdmission) -> None:
+        self.plan = plan
+        self.side = _LEFT
+        rates = plan._rates
+        ids = np.fromiter(plan._under_way, np.int64, len(plan._under_way))
+        produced, output = plan._produced[ids], plan._output[ids]
+        self._held = plan._unique[ids] + produced + PAGE / 2
+        self._ahead = np.maximum(output - produced, 0.0)
+        right = plan._side[ids] == _RIGHT
+        usual = plan._unique[ids] + output / 2  # what a request holds on average
+        self._used = [float(usual[~right].sum()), float(usual[right].sum())]
+        begun = produced > 0
+        self._pending = float(plan._unique[ids][~begun].sum())
+        read = float((plan._prompts[ids] + produced)[begun].sum()) * rates.kv
+        area = plan._area[ids] - plan._prompts[ids] * produced - produced**2 / 2
+        self._area = plan._waiting_area + float(np.maximum(area, 0).sum())
+        memory = plan._waiting_memory + float(np.maximum(area, 0).sum()) * rates.kv
+        compute = plan._waiting_compute + (float(self._ahead.sum()) + self._pending) * rates.linear
+        self._density = _ratio(compute, memory)
+        self._longest = float(self._ahead.max(initial=0.0))
+        self._paced = plan._overlap and plan._reports
+        wanted = max(self._density * read / rates.linear, plan._free_rows) - float(begun.sum())
+        self._pace = min(float(plan._step_tokens), max(wanted, 1.0)) if self._paced else np.inf
+
+    def next(self) -> int | None:
+        """The request to take now, with `side` set; None when no side that is under its share has room."""
+        plan = self.plan
+        ends = int(plan._scan[plan._left]), int(plan._scan[plan._right])
+        shares = self._shares()
+        lacking = [share - used for share, used in zip(shares, self._used)]
+        for side in (_LEFT, _RIGHT) if lacking[_LEFT] > lacking[_RIGHT] else (_RIGHT, _LEFT):
+            if self._may(side, ends[side], lacking[side]) and self._fits(ends[side]):
+                self.side = side
+                return ends[side]
+        return None
+
+    def took(self, request: int) -> None:
+        """Count what was just taken."""
+        plan = self.plan
+        unique, output = plan._unique[request], plan._output[request]
+        self._pending += unique
+        self._held = np.append(self._held, unique + PAGE / 2)
+        self._ahead = np.append(self._ahead, output)
+        self._used[self.side] += unique + output / 2
+        plan._path[self.side] = plan._shared[request]
+
+    def _may(self, side: int, request: int, lacking: float) -> bool:
+        if side == _LEFT and self._paced:
+            return self._pending == 0 or self._pending + self.plan._unique[request] <= self._pace
+        return lacking > 0
+
+    def _fits(self, request: int) -> bool:
+        plan = self.plan
+        held = np.append(self._held, plan._unique[request] + PAGE / 2)
+        ahead = np.append(self._ahead, plan._output[request])
+        return peak_tokens(held, ahead) <= plan._kv - sum(plan._path)
+
+    def _shares(self) -> tuple[float, float]:
+        """Tokens of memory for each side."""
+        plan = self.plan
+        memory = plan._kv - sum(plan._path)
+        first, last = plan._left, plan._right + 1
+        middle = min(last, first + _WINDOW), max(first, last - _WINDOW)
+        compute, read = plan._sum_compute, plan._sum_memory
+        at_left = _ratio(compute[middle[0]] - compute[first], read[middle[0]] - read[first])
+        at_right = _ratio(compute[last] - compute[middle[1]], read[last] - read[middle[1]])
+        left, right = memory_split(memory, at_left, at_right, self._density)
+        if not self._paced:
+            return left, right
+        longest = max(self._longest, plan._output[plan._scan[plan._right]])
+        spread = self._area / (_HORIZON * longest)
+        floor = plan._free_rows * plan._rates.linear / (max(self._density, 0.1) * plan._rates.kv)
+        return left, min(right, max(spread, floor))
+
+
+def _ratio(compute: float, memory: float) -> float:
+    return compute / memory if memory > 0 else np.inf
