@@ -29,7 +29,7 @@ MAX_WAITING = 1000  # batches that have not ended
 RETRY_S = 10.0
 LONGEST_TIMER_S = 86400.0 * 40
 PAUSE = 1.0  # validation leaves as much time to the front's other work as it takes
-ORDER = "fcfs"
+ORDER = "blend"
 
 
 @dataclass(slots=True)

@@ -36,7 +36,9 @@ def run(
     errors: Annotated[
         Path | None, typer.Option(metavar="FILE", help="where errors go; default: beside the output")
     ] = None,
-    order: Annotated[str, typer.Option(metavar="ORDER", help="in which requests run")] = "fcfs",
+    order: Annotated[
+        str, typer.Option(metavar="ORDER", help="in which requests run: blend, dfs, balance, random, fcfs")
+    ] = "blend",
     json: Json = False,
 ) -> None:
     """Answer every request of a file, also across crashes: what is done is kept, the rest is resumed."""
