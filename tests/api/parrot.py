@@ -13,6 +13,8 @@ from headrace.core.errors import EngineDead, QueueFull
 from headrace.core.events import Delta, EngineInfo, EngineStats, FinishReason, TokenLogprob
 from headrace.core.request import Request
 
+STALL = 3600.0
+
 
 def logprob(token: int, top: int) -> TokenLogprob:
     others = [(token, -0.25), *((other, -1.0 - other) for other in range(top - 1))]
@@ -65,6 +67,7 @@ class Parrot:
         self.tokens = 0
         self.prompt_tokens = 0
         self.finished: dict[str, int] = {}
+        self.stall_after: int | None = None  # so many more sequences; then a token takes longer than any test
 
     @property
     def info(self) -> EngineInfo:
@@ -167,6 +170,10 @@ class Parrot:
     def _end(self, delta: Delta) -> None:
         if delta.finish is not None:
             self.finished[delta.finish] = self.finished.get(delta.finish, 0) + 1
+            if self.stall_after is not None:
+                self.stall_after -= 1
+                if self.stall_after == 0:
+                    self.step = STALL
         if delta.request in self.streams:
             self.streams[delta.request].put_nowait(delta)
 

@@ -126,7 +126,7 @@ def serve_parrot(config: ServerConfig | None = None, **options: Any) -> Iterator
     """A server on a free port; on leaving it is checked that nothing is left behind."""
     listener = socket.create_server(("127.0.0.1", 0))
     clock = Clock()
-    ready: Future[tuple[Parrot, ServerState, asyncio.AbstractEventLoop, uvicorn.Server]] = Future()
+    ready: Future[tuple[Parrot, ServerState, BatchService, asyncio.AbstractEventLoop, uvicorn.Server]] = Future()
 
     async def run() -> None:
         engine, state = parrot_state(config, **options)
@@ -136,17 +136,17 @@ def serve_parrot(config: ServerConfig | None = None, **options: Any) -> Iterator
             create_app(state, batches), log_config=None, lifespan="off", http=BoundedHttpProtocol, ws="none"
         )
         server = uvicorn.Server(settings)
-        ready.set_result((engine, state, asyncio.get_running_loop(), server))
+        ready.set_result((engine, state, batches, asyncio.get_running_loop(), server))
         await server.serve(sockets=[listener])
-        await batches.close()
 
     thread = threading.Thread(target=lambda: asyncio.run(run()), daemon=True)
     thread.start()
-    engine, state, loop, server = ready.result(20)
+    engine, state, batches, loop, server = ready.result(20)
     served = Served(f"http://127.0.0.1:{listener.getsockname()[1]}", engine, state, state.tokenizer, loop, clock)
     served.wait(lambda: server.started)
     try:
         yield served
+        asyncio.run_coroutine_threadsafe(batches.close(), loop).result(20)  # as a server does when it is told to end
         served.idle()
     finally:
         server.should_exit = True
