@@ -40,6 +40,7 @@ def finish(running: Engine, parts: EngineParts, store: MemoryStore) -> None:
     running.step()
     running.check()
     assert parts.group.allocator.used == 0
+    assert not store.leases
 
 
 def work(count: int = 10, seed: int = 3) -> list[Request]:
