@@ -1,6 +1,8 @@
 """A worker and its KV store: what it saved is there for the next one, and the loop stays awake while prefixes load."""
 
 import asyncio
+import threading
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -8,10 +10,21 @@ import pytest
 
 from headrace.bench.tiny_models import save
 from headrace.cluster.local import launch
+from headrace.cluster.messages import FromWorker, Stepped, Submit, ToWorker
+from headrace.cluster.worker import IDLE_MS, StopWorker, Worker
 from headrace.core.config import CacheConfig, EngineConfig, ModelConfig, StoreConfig
 from headrace.core.events import Delta, EngineStats
 from headrace.core.request import Request
 from headrace.core.sampling import SamplingParams
+from headrace.engine.build import build
+from headrace.engine.core import Engine
+from headrace.store.layout import KVLayout
+from headrace.store.opening import OpenedStore
+from headrace.store.part import PartId
+from headrace.store.settings import StoreSettings
+from headrace.store.store import KVStore
+from headrace.store.tiers.dir import DirTier
+from headrace.store.tiers.tier import PartWriter
 
 CHUNK = 16
 
@@ -89,3 +102,80 @@ def test_while_a_slow_tier_loads_others_are_served(config: EngineConfig, tmp_pat
 
     asyncio.run(scenario())
     assert order.index("o4") < order.index("a")
+
+
+def test_what_is_written_after_the_last_step_shows_without_another_request(config: EngineConfig) -> None:
+    async def scenario() -> None:
+        client = await launch(config)
+        try:
+            prompt = [3 + i % 90 for i in range(5 * CHUNK + 3)]
+            async for _ in client.submit(request("a", prompt)):
+                pass
+            until = time.monotonic() + 120
+            while [tier["parts"] for tier in (await client.stats()).store_tiers.values()] != [5]:
+                assert time.monotonic() < until
+                await asyncio.sleep(0.02)  # the stats come in meanwhile
+        finally:
+            await client.close()
+
+    asyncio.run(scenario())
+
+
+class HeldTier(DirTier):
+    """Writes nothing before its gate opens."""
+
+    gate: threading.Event
+
+    def create(self, part: PartId, nbytes: int) -> PartWriter:
+        assert self.gate.wait(120)
+        return super().create(part, nbytes)
+
+
+class Script:
+    """A link to a front that sends one request; what waits to be written is while the worker idles the first time."""
+
+    def __init__(self, first: Request) -> None:
+        self.sent: list[FromWorker] = []
+        self.waits: list[int | None] = []
+        self.gate = threading.Event()
+        self.stores: list[KVStore] = []
+        self._messages: list[ToWorker] = [Submit(first)]
+
+    def send(self, message: FromWorker) -> None:
+        self.sent.append(message)
+
+    def receive(self, wait_ms: int | None) -> ToWorker | None:
+        if self._messages:
+            return self._messages.pop()
+        if wait_ms != 0:
+            self.waits.append(wait_ms)
+            if len(self.waits) == 1:
+                self.gate.set()
+                assert self.stores[0].flush(60)
+            elif len(self.waits) == 5:
+                raise StopWorker
+        return None
+
+
+def test_an_idle_worker_sends_its_numbers_only_when_they_change_and_does_not_spin(
+    config: EngineConfig, tmp_path: Path
+) -> None:
+    script = Script(request("a", [3 + i % 90 for i in range(5 * CHUNK + 3)]))
+
+    def opened(settings: StoreConfig, layout: KVLayout) -> OpenedStore:
+        tier = HeldTier(tmp_path / "held", 64 << 20)
+        tier.gate = script.gate
+        script.stores.append(KVStore(layout, [tier], StoreSettings.of(settings)))
+        return OpenedStore(script.stores[0], "held")
+
+    engine = Engine(config, build(config, open_the_store=opened))
+    with pytest.raises(StopWorker):
+        Worker(script, engine).run()  # type: ignore[arg-type]
+    assert script.waits == [IDLE_MS] * 5
+    stepped = [message for message in script.sent if isinstance(message, Stepped)]
+    last = [message for message in stepped if message.deltas][-1]
+    assert last.deltas[-1].finish == "length"
+    assert [tier["parts"] for tier in last.stats.store_tiers.values()] == [0]
+    after = stepped[stepped.index(last) + 1 :]
+    assert [[tier["parts"] for tier in message.stats.store_tiers.values()] for message in after] == [[5]]
+    assert engine.close(60)

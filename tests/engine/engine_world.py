@@ -2,6 +2,7 @@
 
 import dataclasses
 import threading
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -44,8 +45,9 @@ def engine(
     flow: tuple[KVSource, KVSink] | None = None,
     spans: Callable[[Decoder], Sequence[Span]] | None = None,
     opened: OpenStore = open_store,
+    clock: Callable[[], float] = time.monotonic,
 ) -> tuple[Engine, EngineParts]:
-    parts = build(settings, open_the_store=opened)
+    parts = build(settings, open_the_store=opened, clock=clock)
     if flow is not None or spans is not None:
         runner = Runner(
             parts.decoder,

@@ -10,7 +10,7 @@ from headrace.core.sampling import SamplingParams
 from headrace.engine.outcome import LoadOrder, Progress, StepResult
 from headrace.engine.pages import PageAllocator
 from headrace.engine.prefix_index import PageHasher, PrefixIndex
-from headrace.engine.scheduler import MeetingPoint, Scheduler, StoredPrefix
+from headrace.engine.scheduler import Claim, MeetingPoint, Scheduler, StoredPrefix
 from headrace.engine.sequence import Sequence
 from headrace.engine.sequence_pages import SequencePages
 from headrace.perf.step_time import StepTimeModel
@@ -47,8 +47,10 @@ class World:
     model: StepTimeModel | None = None
     stored: StoredPrefix | None = None
     meet: MeetingPoint | None = None
+    claim: Claim | None = None
     outputs: dict[str, list[int]] = field(default_factory=dict)
     finished: dict[str, str] = field(default_factory=dict)
+    left: list[str] = field(default_factory=list)
     computed: int = 0
 
     def __post_init__(self) -> None:
@@ -61,7 +63,9 @@ class World:
         self.index = PrefixIndex()
         self.allocator = PageAllocator(self.pages, self.index)
         pages = SequencePages(self.allocator, self.index, PageHasher("world", PAGE), PAGE, self.caching)
-        self.scheduler = Scheduler(config, pages, self.max_len, (), self.model, self.stored, self.meet)
+        self.scheduler = Scheduler(
+            config, pages, self.max_len, (), self.model, self.stored, self.meet, self.claim, self.left.append
+        )
         self.slots: dict[int, tuple[str, tuple[int, ...]]] = {}
         self.flight: deque[StepPlan] = deque()
         self.requests: dict[str, Request] = {}

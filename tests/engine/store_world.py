@@ -135,6 +135,7 @@ class MemoryStore:
         self.specs: list[SaveSpec] = []
         self.calls: list[tuple[str, int, int]] = []
         self.lookups: list[bool] = []
+        self.leases: list[bytes] = []
         self.running: list[bool] = []
         self.closed = False
         self.work: list[Future[None]] = []
@@ -189,6 +190,20 @@ class MemoryStore:
         if spec.part in self.parts or len(self.parts) >= self.most:
             return None
         return MemorySave(self, spec, pack)
+
+    def would_save(self, keys: Sequence[bytes], first: int, weight: float, wanted: PartRange) -> int:
+        return len(keys) if len(self.parts) < self.most else 0
+
+    def lease(self, keys: Sequence[bytes]) -> int:
+        self.leases += keys
+        return len(keys)
+
+    def renew(self) -> None:
+        pass
+
+    def release(self, keys: Sequence[bytes]) -> None:
+        for key in keys:
+            self.leases.remove(key)
 
     def forward(self, running: bool) -> None:
         assert not self.running or self.running[-1] != running

@@ -181,3 +181,44 @@ def test_whatever_comes_decisions_are_writable_tiers_once_each(
             assert writable or 1 not in decision.tiers
             assert bool(decision.tiers) == (decision.kind != "none")
     assert sum(server.policy.decisions.values()) >= 0 <= REPLICATE
+
+
+def expected(server: Server, chain: int, chunks: int = 8, weight: float = 0.5) -> int:
+    """What the policy says it would save of a chain, by itself unchanged."""
+    policy = server.policy
+    before = repr((policy._classes, policy.decisions, list(policy._seen), policy._chains, policy._clock))
+    keys = [key(chain, chunk) for chunk in range(chunks)]
+    count = policy.expects(keys, 0, weight, NBYTES, server.tiers, server.now)
+    assert before == repr((policy._classes, policy.decisions, list(policy._seen), policy._chains, policy._clock))
+    return count
+
+
+def test_what_it_expects_to_save_is_what_it_saves() -> None:
+    for mode in ("auto", "one", "all"):
+        server = Server(MEMORY, DISK, mode=mode)
+        assert expected(server, 0) == 8
+        assert all(decision.tiers for decision in server.request(0))
+    assert expected(Server(MEMORY, DISK, mode="none"), 0) == 0
+    assert expected(Server(FAST._replace(writable=False)), 0) == 0
+    assert expected(Server(DISK), 0, weight=1e-3) == 0, "as quick to compute as to load"
+
+
+def test_where_nothing_is_used_again_it_expects_nothing_until_something_is() -> None:
+    server = Server(MEMORY, DISK)
+    for chain in range(600):
+        server.request(chain)
+    assert expected(server, 1000) == 0, "samples are nothing to wait for"
+    assert expected(server, 599) > 0, "seen before"
+    server.request(599)  # a ghost hit
+    assert expected(server, 1001) == 8
+
+
+def test_it_expects_only_the_positions_that_are_used_again() -> None:
+    server = Server(MEMORY, DISK)
+    for chain in range(600):
+        server.request(0, 2)
+        server.request(0, 2)
+        policy = server.policy
+        for chunk in range(2, 8):
+            policy.decide(spec(chain + 1, chunk), NBYTES, server.tiers, server.now)
+    assert expected(server, 1000) == 2

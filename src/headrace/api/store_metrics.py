@@ -27,9 +27,14 @@ _COUNTERS = {
     "wrong_parts": "Parts found missing or wrong.",
     "hedged_units": "Reads issued a second time.",
     "late_units": "Reads that ended after another had brought the same.",
+    "lease_calls": "Times that a catalog was asked or told who computes what.",
+    "waits": "Sequences that waited for chunks another engine was computing.",
+    "wait_seconds": "Time they waited.",
+    "waits_given_up": "Of them, those that computed the chunks after all.",
 }
 _GAUGES = {
     "queue_bytes": "Bytes waiting to be written.",
+    "leases": "Chunks that the engine is computing or writing for all.",
     "write_amplification": "Bytes written per byte saved.",
 }
 _TIER_COUNTERS = {

@@ -27,10 +27,12 @@ from headrace.cluster.messages import (
     encode,
 )
 from headrace.core.errors import HeadraceError
-from headrace.core.events import Delta
+from headrace.core.events import Delta, EngineStats
 from headrace.engine.core import Engine
 
 SEND_HIGH_WATER = 10_000
+#: An idle worker looks this often whether its numbers have changed: the store goes on writing after the last step.
+IDLE_MS = 1000
 PR_SET_PDEATHSIG = 1
 
 
@@ -66,23 +68,33 @@ class StopWorker(Exception):
 
 
 class Worker:
-    """Feeds an engine from the link and reports each step."""
+    """Feeds an engine from the link and reports each step; while idle, what changes without one."""
 
     def __init__(self, link: Link, engine: Engine) -> None:
         self._link = link
         self._engine = engine
         self._refused: list[Delta] = []
+        self._told: EngineStats | None = None
 
     def run(self) -> None:
         """Serve until `StopWorker`."""
-        engine, link = self._engine, self._link
+        engine = self._engine
         while True:
-            self._drain(wait=engine.idle and not self._refused)
+            idle = engine.idle and not self._refused
+            self._drain(wait=idle)
             deltas = engine.step(self._interrupt)
             if deltas or self._refused:
                 deltas += self._refused
                 self._refused = []
-                link.send(Stepped(deltas, engine.stats()))
+                self._report(deltas, engine.stats())
+            elif idle and engine.idle:
+                stats = engine.stats()
+                if stats != self._told:
+                    self._report([], stats)
+
+    def _report(self, deltas: list[Delta], stats: EngineStats) -> None:
+        self._told = stats
+        self._link.send(Stepped(deltas, stats))
 
     def _interrupt(self) -> bool:
         """Between layers of an offline step: True once online work has arrived."""
@@ -90,7 +102,7 @@ class Worker:
         return self._engine.online_waiting
 
     def _drain(self, wait: bool) -> None:
-        message = self._link.receive(None if wait else 0)
+        message = self._link.receive(IDLE_MS if wait else 0)
         while message is not None:
             self._handle(message)
             message = self._link.receive(0)

@@ -61,7 +61,10 @@ OpenStore = Callable[[StoreConfig, KVLayout], OpenedStore | None]
 
 
 def build(
-    config: EngineConfig, progress: Progress | None = None, open_the_store: OpenStore = open_store
+    config: EngineConfig,
+    progress: Progress | None = None,
+    open_the_store: OpenStore = open_store,
+    clock: Callable[[], float] = time.monotonic,
 ) -> EngineParts:
     """Load the model and make the parts.
 
@@ -69,6 +72,7 @@ def build(
         config: of the engine.
         progress: told how far loading is.
         open_the_store: opens what `config.store` says.
+        clock: seconds that never run backwards; how long a sequence waits for another engine goes by it.
 
     Raises:
         ModelError: the model cannot be found, read or run.
@@ -133,6 +137,7 @@ def build(
             config.store.chunk_tokens,
             lambda start, length: times.seconds(times.prefill(start, length)) * scheduler.correction,
             recompute=config.store.recompute and config.store.load_overlap,
+            clock=clock,
         )
     scheduler = Scheduler(
         limits,
@@ -142,6 +147,8 @@ def build(
         times,
         flow.stored if flow is not None else None,
         flow.meet if flow is not None else None,
+        flow.claim if flow is not None else None,
+        flow.leave if flow is not None else None,
     )
     decode_path = None
     if device != "cpu" and model.cuda_graphs and limits.pipeline_depth == 1:

@@ -126,6 +126,8 @@ class Engine:
     def _schedule(self, flow: StoreFlow) -> StepPlan | None:
         """The next plan; loads that admissions ask for are begun."""
         flow.hand_over()
+        for seq, stored, fence in flow.look():
+            self._scheduler.advance(seq, stored, fence)
         plan = self._scheduler.schedule(flow.absent(SOON * self._step_seconds))
         flow.start(self._scheduler.take_loads())
         if not self._config.store.load_overlap:
@@ -146,7 +148,7 @@ class Engine:
 
     def _wait_for_pages_or_loads(self, flow: StoreFlow) -> None:
         """Nothing can run now although there is work."""
-        if flow.loading or flow.reclaim():
+        if flow.loading or flow.waiting or flow.reclaim():
             flow.rest(REST_SECONDS)
 
     def _take(self, output: StepOutput) -> list[Progress]:

@@ -23,6 +23,8 @@ LOOKAHEAD = 64
 
 #: How many tokens of a sequence's prefix the KV store holds: a multiple of the page size, below the sequence's length.
 StoredPrefix = Callable[[Sequence], int]
+#: How far plans may go with a sequence that is admitted, so many of whose tokens are known; None: all the way.
+Claim = Callable[[Sequence, int], int | None]
 #: From which token on a stored prefix `[held, stored)` is loaded while those before it are computed; None: all of it.
 MeetingPoint = Callable[[Sequence, int, int], int | None]
 
@@ -40,6 +42,9 @@ class Scheduler:
     Until `loaded` says that the load has ended it can neither be preempted nor end. Where the load leaves the front of
     the prefix to compute (`MeetingPoint`), plans cover that meanwhile; the load is the sequence's `hole`.
 
+    A sequence whose next tokens another engine is computing is admitted with a `fence` (`Claim`) that plans do not
+    cross until `advance` moves it.
+
     Args:
         config: limits.
         pages: the pool.
@@ -48,6 +53,8 @@ class Scheduler:
         time_model: sizes prefill chunks for `itl_target`, and predicts; None: neither.
         stored: asked when a sequence could be admitted; None: there is no store.
         meet: asked when a sequence is admitted; None: all of a stored prefix is loaded.
+        claim: asked when a sequence was admitted; None: there are no other engines.
+        leave: told the id of a sequence that gives its pages back.
     """
 
     def __init__(
@@ -59,10 +66,13 @@ class Scheduler:
         time_model: StepTimeModel | None = None,
         stored: StoredPrefix | None = None,
         meet: MeetingPoint | None = None,
+        claim: Claim | None = None,
+        leave: Callable[[str], None] | None = None,
     ) -> None:
         self.counters = Counters()
         self._stored = stored
         self._meet = meet
+        self._claim, self._leave = claim, leave
         self._orders: list[LoadOrder] = []
         self._config = config
         self._pages = pages
@@ -144,7 +154,9 @@ class Scheduler:
 
     def forget_store(self) -> None:
         """There is no store any more."""
-        self._stored = self._meet = None
+        self._stored = self._meet = self._claim = self._leave = None
+        for seq in self._running:
+            seq.fence = None
 
     def take_loads(self) -> list[LoadOrder]:
         """The loads that admissions since the last call asked for; each must end with `loaded`."""
@@ -174,6 +186,20 @@ class Scheduler:
             gained = max(0, min(tokens, seq.prompt_length) - min(order.start, seq.prompt_length))
             for source, share in split(gained, sources).items():
                 self._count_hit(seq, source, share)
+
+    def advance(self, seq: Sequence, stored: int, fence: int | None) -> None:
+        """More of a prefix is known: of a sequence that is neither loading nor in flight, and has come to its fence.
+
+        Args:
+            seq: which.
+            stored: its first so many tokens can be loaded; not more than it has computed: nothing can.
+            fence: where plans have to stop now, not before `stored`; None: nowhere.
+        """
+        seq.fence = fence
+        if stored > seq.computed:
+            self._orders.append(LoadOrder(seq, seq.computed, stored, seq.counting))
+            seq.scheduled = stored
+            seq.loading = True
 
     @property
     def correction(self) -> float:
@@ -325,7 +351,7 @@ class Scheduler:
             verdict = self._try_admit(seq, only_with_load=full)
             if verdict in ("no room", "no budget"):
                 return
-            if verdict == "admitted" and not seq.loading and not self._prefill(seq, chunks):
+            if verdict == "admitted" and not seq.loading and seq.plannable and not self._prefill(seq, chunks):
                 return
 
     def _try_admit(self, seq: Sequence, only_with_load: bool) -> str:
@@ -354,6 +380,8 @@ class Scheduler:
         seq.state = "running"
         self._waiting.remove(seq)
         self._running.append(seq)
+        if self._claim is not None:
+            seq.fence = self._claim(seq, max(held, stored))
         if seq.cached_tokens < 0:
             seq.cached_tokens = 0
             self.counters.prompt_tokens += seq.prompt_length
@@ -468,6 +496,7 @@ class Scheduler:
         self._release(seq)
         seq.computed = seq.scheduled = 0
         seq.hole = None
+        seq.counting = False
         seq.state = "waiting"
         self._waiting.push(seq)
 
@@ -484,6 +513,9 @@ class Scheduler:
         """The one place where a sequence gives its pages and row back."""
         if seq.loading:
             raise AssertionError(f"{seq.id} gives pages back that a load still writes to")
+        if self._leave is not None:
+            self._leave(seq.id)
+        seq.fence = None
         self._pages.give_back(seq)
         self._rows.append(seq.row)
         seq.row = -1

@@ -29,6 +29,8 @@ class Sequence:
         cached_tokens: prompt tokens that the first admission did not leave to compute; -1 before it.
         cached_by_source: the same by source, `pool` or a tier's name.
         loading: a stored prefix is on its way into the pages between `computed` and `scheduled`.
+        counting: what it finds stored counts as hits: it has not been preempted yet.
+        fence: the token that plans may go up to, because another engine computes what comes next; None: no limit.
         hole: tokens `[a, b)` that a load brings while plans cover those before them; None: there is no such split.
         doomed: the finish reason to take as soon as nothing is in flight (set by an abort or an error).
         error: what went wrong, with finish `error`.
@@ -39,8 +41,10 @@ class Sequence:
         "cached_by_source",
         "cached_tokens",
         "computed",
+        "counting",
         "doomed",
         "error",
+        "fence",
         "hashes",
         "hole",
         "in_flight",
@@ -77,6 +81,8 @@ class Sequence:
         self.cached_tokens = -1
         self.cached_by_source: dict[str, int] = {}
         self.loading = False
+        self.counting = True
+        self.fence: int | None = None
         self.hole: tuple[int, int] | None = None
         self.state: SequenceState = "waiting"
         self.doomed: FinishReason | None = None
@@ -109,8 +115,10 @@ class Sequence:
 
     @property
     def plannable(self) -> int:
-        """Of these, tokens that a plan may cover now: those before a hole, if there is one."""
-        return (self.length if self.hole is None else self.hole[0]) - self.scheduled
+        """Of these, tokens that a plan may cover now: those before a hole or a fence, if there is one."""
+        if self.hole is not None:
+            return self.hole[0] - self.scheduled  # a fence never comes before the end of what is loaded
+        return (self.length if self.fence is None else self.fence) - self.scheduled
 
     @property
     def decoding(self) -> bool:

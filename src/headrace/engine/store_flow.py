@@ -26,17 +26,19 @@ from headrace.engine.kv_group import KVGroup
 from headrace.engine.loading import Loads, LoadStore, PrefixLoad, part_of
 from headrace.engine.meeting_point import split, takes
 from headrace.engine.outcome import LoadOrder
+from headrace.engine.prefix_leases import LeaseStore, PrefixLeases
 from headrace.engine.saving import ChunkSave, ChunkSource, Saves, SaveStore
 from headrace.engine.sequence import Sequence
 from headrace.engine.sequence_pages import SequencePages
 from headrace.kernels.attention import AttentionBackend
 from headrace.store.keys import salt_tag
 from headrace.store.load import FoundChunk
-from headrace.store.part import PartRange
 from headrace.store.stats import StoreStats
 
 #: What a lookup found is taken as true for so long while the sequence waits for its admission.
 LOOKUP_SECONDS = 1.0
+#: What it found so long ago is as good as found now.
+FRESH_SECONDS = 0.01
 STATS_SECONDS = 1.0
 
 #: Seconds it takes to compute so many tokens from a position on.
@@ -45,15 +47,11 @@ ComputeTime = Callable[[int, int], float]
 Arrival = tuple[LoadOrder, int, dict[str, int]]
 
 
-class FlowStore(LoadStore, SaveStore, Protocol):
+class FlowStore(LoadStore, SaveStore, LeaseStore, Protocol):
     """What an engine needs of the KV store; `store.store.KVStore` is one."""
 
     def keys(self, tokens: NDArray[np.int32], salt: str = "", known: Seq[bytes] = ()) -> list[bytes]:
         """See `KVStore.keys`."""
-        ...
-
-    def lookup(self, keys: Seq[bytes], wanted: PartRange, count: bool = True) -> list[FoundChunk]:
-        """See `KVStore.lookup`."""
         ...
 
     def forward(self, running: bool) -> None:
@@ -79,13 +77,15 @@ class StoredPrefix:
 
     Attributes:
         keys: of its first chunks, as far as they were needed.
-        found: chunks that the store had when it was asked last.
+        first: number of the first chunk that the store was asked for last.
+        found: chunks that it had, from that one on.
         asked: when that was; negative: ask again.
         counted: it was asked before.
         offered: chunks for which saving is decided: stored, on their way, or refused.
     """
 
     keys: list[bytes] = field(default_factory=list)
+    first: int = 0
     found: list[FoundChunk] = field(default_factory=list)
     asked: float = -1.0
     counted: bool = False
@@ -103,6 +103,7 @@ class StoreFlow(KVSource, KVSink):
         chunk_tokens: tokens of a stored chunk, a multiple of the page size.
         compute_time: the price of a chunk.
         recompute: whether the model may compute stored prefixes from the front where storage is slow.
+        clock: seconds that never run backwards.
     """
 
     def __init__(
@@ -114,6 +115,7 @@ class StoreFlow(KVSource, KVSink):
         chunk_tokens: int,
         compute_time: ComputeTime,
         recompute: bool = True,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         if chunk_tokens % group.shape.page_size:
             raise ValueError(f"chunks of {chunk_tokens} tokens are not whole pages of {group.shape.page_size}")
@@ -124,12 +126,14 @@ class StoreFlow(KVSource, KVSink):
         self._compute_time = compute_time
         self._loads = Loads(store, group, backend, chunk_tokens)
         self._saves = Saves(store, pages, group, backend, chunk_tokens)
+        self._leases = PrefixLeases(store, self._wanted, chunk_tokens, compute_time, clock)
+        self._clock = clock
         self._known: dict[str, StoredPrefix] = {}
         self._recompute = recompute
         self._split: dict[str, int] = {}  # an admitted sequence -> its first chunk that is surely loaded
         self._running = False
         self._stats = store.stats()
-        self._stats_at = time.monotonic()
+        self._stats_at = clock()
         self._tiers = [tier.name for tier in self._stats.tiers]
 
     # -- what the scheduler asks -------------------------------------------------------------------------------------
@@ -142,14 +146,31 @@ class StoreFlow(KVSource, KVSink):
         if seq.request.params.prompt_logprobs is not None:
             return 0
         known = self._known.setdefault(seq.id, StoredPrefix())
-        now = time.monotonic()
+        now = self._clock()
         if known.asked < 0 or now - known.asked > LOOKUP_SECONDS:
             count = (seq.length - 1) // self._chunk_tokens
             keys = self._keys(seq, known, count)
             known.found = self._store.lookup(keys[:count], self._wanted, not known.counted) if count else []
-            known.asked, known.counted = now, True
+            known.first, known.asked, known.counted = 0, now, True
             known.offered = len(known.found)
         return len(known.found) * self._chunk_tokens
+
+    def claim(self, seq: Sequence, tokens: int) -> int | None:
+        """A sequence is admitted of which so many tokens are in the pool or stored; the rest is to be computed.
+
+        Returns:
+            The token up to which it may be computed, because another engine computes those that follow; None: all.
+        """
+        if seq.request.params.prompt_logprobs is not None:
+            return None
+        known = self._known.setdefault(seq.id, StoredPrefix())
+        count = seq.length // self._chunk_tokens
+        keys = self._keys(seq, known, count)[:count]
+        return self._leases.claim(seq, keys, tokens, self._clock() - known.asked < FRESH_SECONDS)
+
+    def leave(self, seq_id: str) -> None:
+        """A sequence gives its pages back: what it has not computed it computes no more."""
+        self._leases.leave(seq_id)
 
     def meet(self, seq: Sequence, held: int, stored: int) -> int | None:
         """The token from which on a stored prefix is to be loaded while the model computes those before it.
@@ -180,6 +201,23 @@ class StoreFlow(KVSource, KVSink):
     # -- loads ------------------------------------------------------------------------------------------------------
 
     @property
+    def waiting(self) -> bool:
+        """True while some sequence waits for what another engine computes."""
+        return self._leases.waiting
+
+    def look(self) -> list[tuple[Sequence, int, int | None]]:
+        """Before a plan is made: what has become of that. Arguments for `Scheduler.advance`."""
+        moved = []
+        for look in self._leases.look():
+            known = self._known[look.seq.id]
+            known.first, known.found, known.asked = look.first, look.found, -1.0
+            end = look.first + len(look.found)
+            if known.offered >= look.first:
+                known.offered = max(known.offered, end)
+            moved.append((look.seq, end * self._chunk_tokens, look.fence))
+        return moved
+
+    @property
     def loading(self) -> bool:
         """True while some load is under way."""
         return len(self._loads) > 0
@@ -191,7 +229,7 @@ class StoreFlow(KVSource, KVSink):
         for order in orders:
             known = self._known[order.seq.id]
             known.asked = -1.0
-            chunks = known.found[order.start // size : order.end // size]
+            chunks = known.found[order.start // size - known.first : order.end // size - known.first]
             sure = self._split.pop(order.seq.id, None)
             if sure is None:
                 batch.append((order, chunks))
@@ -223,6 +261,7 @@ class StoreFlow(KVSource, KVSink):
         A failed one of a sequence in flight is reported once its plans are given up.
         """
         self._saves.settle()
+        self._leases.renew()
         if not len(self._loads):
             return []
         return [
@@ -324,10 +363,14 @@ class StoreFlow(KVSource, KVSink):
 
     def stats(self, idle: bool = False) -> tuple[dict[str, float], dict[str, dict[str, float]]]:
         """The store's counters and its tiers', at most about a second old; of now where nothing follows (`idle`)."""
-        now = time.monotonic()
+        now = self._clock()
         if idle or now - self._stats_at > STATS_SECONDS:
             self._stats, self._stats_at = self._store.stats(), now
-        return flat(self._stats, self._saves.skipped)
+        leases = self._leases
+        whole, tiers = flat(self._stats)
+        whole["saves_skipped"] = self._saves.skipped
+        whole |= {"waits": leases.waits, "wait_seconds": leases.waited, "waits_given_up": leases.given_up}
+        return whole, tiers
 
     @property
     def loads(self) -> Loads:
@@ -336,7 +379,9 @@ class StoreFlow(KVSource, KVSink):
 
     def check(self, sequences: Iterable[Sequence]) -> None:
         """Raise AssertionError unless loads are those of sequences that load, and nothing is kept of others."""
-        live = {seq.id: seq.loading for seq in sequences}
+        everyone = list(sequences)
+        self._leases.check([seq for seq in everyone if seq.state == "running"])
+        live = {seq.id: seq.loading for seq in everyone}
         loading = {seq_id for seq_id, is_loading in live.items() if is_loading}
         if loading != set(self._loads):
             raise AssertionError(f"loading are {sorted(loading)}, loads are of {sorted(self._loads)}")
@@ -397,18 +442,18 @@ class StoreFlow(KVSource, KVSink):
             else:
                 waiting.append(save)
         known.offered = last
+        self._leases.offered(seq.id, last)
         return waiting
 
 
 _NOBODY: frozenset[str] = frozenset()
 
 
-def flat(stats: StoreStats, skipped: int) -> tuple[dict[str, float], dict[str, dict[str, float]]]:
+def flat(stats: StoreStats) -> tuple[dict[str, float], dict[str, dict[str, float]]]:
     """Counters of a store and of its tiers as plain numbers by name."""
     whole = {name: value for name, value in msgspec.to_builtins(stats).items() if isinstance(value, int | float)}
     whole |= {f"decisions_{name}": count for name, count in stats.decisions.items()}
     whole["write_amplification"] = stats.write_amplification
-    whole["saves_skipped"] = skipped
     tiers = {
         tier.name: {name: float(value) for name, value in msgspec.to_builtins(tier).items() if name != "name"}
         for tier in stats.tiers

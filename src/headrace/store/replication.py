@@ -212,6 +212,44 @@ class ReplicationPolicy:
             self._seen.popitem(last=False)
         return self._count(decision)
 
+    def expects(
+        self,
+        keys: Sequence[bytes],
+        first: int,
+        weight: float,
+        nbytes: int,
+        tiers: Sequence[TierView],
+        now: float,
+    ) -> int:
+        """How many new chunks, from the first, would be saved if they were offered now. Changes nothing.
+
+        Samples are left out: nobody is to wait for one.
+
+        Args:
+            keys: of the chunks, in order.
+            first: number of the first of them in its prefix.
+            weight: seconds it takes to compute one of them again.
+            nbytes: size of each.
+            tiers: as they are.
+            now: seconds.
+        """
+        writable = [t for t in range(self.n_tiers) if tiers[t].writable]
+        if self.mode == "none" or not writable:
+            return 0
+        if self.mode != "auto":
+            return len(keys)
+        for i, key in enumerate(keys):
+            seen = self._seen.get(key)
+            again = seen is not None and not (self.horizon and now - seen.at > self.horizon)
+            state = self._classes[_class_of(first + i)]
+            gains = self._first_gains(weight, nbytes, tiers, writable, state, again)
+            best = max(writable, key=gains.__getitem__)
+            if not self._pays(weight, nbytes, tiers[best], state):
+                return i
+            if not again and (gains[best] <= 0 or not self._worth(first + i)):
+                return i
+        return len(keys)
+
     def lost(self, key: bytes) -> None:
         """A chunk that was to be saved reached no tier."""
         seen = self._seen.get(key)
@@ -226,15 +264,14 @@ class ReplicationPolicy:
             return Decision((), "none")
         if self.mode == "all":
             return Decision(tuple(writable), self._kind(writable))
-        hope = max(state.hopeful, EVEN) if again else state.hopeful
-        gains = {t: self._first_gain(hope, spec.weight, nbytes, tiers[t]) for t in writable}
+        gains = self._first_gains(spec.weight, nbytes, tiers, writable, state, again)
         first = max(writable, key=gains.__getitem__)
         if self.mode == "one":
             return Decision((first,), "one")
         parent = self._fresh(spec.parent, now) if spec.parent is not None else None
         if parent is not None and not parent.tiers:
             return Decision((), "none")
-        if self._first_gain(max(hope, EVEN), spec.weight, nbytes, tiers[first]) <= 0:
+        if not self._pays(spec.weight, nbytes, tiers[first], state):
             return Decision((), "none")  # as quick to compute as to load
         if not again and (gains[first] <= 0 or not self._worth(spec.chunk)):
             sampled = parent is not None and parent.sampled
@@ -244,6 +281,22 @@ class ReplicationPolicy:
             return Decision((first,), "sample") if sampled else Decision((), "none")
         chosen = self._more((first,), state.sure, spec.weight, nbytes, tiers)
         return Decision(chosen, self._kind(chosen))
+
+    def _first_gains(
+        self,
+        weight: float,
+        nbytes: int,
+        tiers: Sequence[TierView],
+        writable: Sequence[int],
+        state: _Class,
+        again: bool,
+    ) -> dict[int, float]:
+        hope = max(state.hopeful, EVEN) if again else state.hopeful
+        return {t: self._first_gain(hope, weight, nbytes, tiers[t]) for t in writable}
+
+    def _pays(self, weight: float, nbytes: int, tier: TierView, state: _Class) -> bool:
+        """False where a chunk is as quick to compute as to load, however often it is asked for."""
+        return self._first_gain(max(state.hopeful, EVEN), weight, nbytes, tier) > 0
 
     def _first_gain(self, reuse: float, weight: float, nbytes: int, tier: TierView) -> float:
         saved = max(0.0, weight - nbytes / tier.read_rate)

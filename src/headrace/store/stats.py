@@ -74,6 +74,8 @@ class StoreStats(msgspec.Struct, kw_only=True):
         wrong_parts: parts found missing or wrong by a load, and dropped.
         hedged_units: reads issued a second time.
         late_units: reads that ended after somebody else had delivered the unit.
+        leases: chunks that this store says it is computing or saving, now.
+        lease_calls: calls of a catalog about leases.
     """
 
     tiers: list[TierStats] = []
@@ -95,6 +97,8 @@ class StoreStats(msgspec.Struct, kw_only=True):
     wrong_parts: int = 0
     hedged_units: int = 0
     late_units: int = 0
+    leases: int = 0
+    lease_calls: int = 0
 
     @property
     def write_amplification(self) -> float:

@@ -4,7 +4,7 @@ import os
 import secrets
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,6 +15,7 @@ from headrace.store.catalog.election import open_catalog
 from headrace.store.coverage import found_chunk
 from headrace.store.keys import ChunkHasher
 from headrace.store.layout import KVLayout
+from headrace.store.lease_book import LeaseBook
 from headrace.store.load import Deliver, FoundChunk, Load
 from headrace.store.part import PartId, PartRange
 from headrace.store.read_meter import MeteredTier
@@ -62,20 +63,26 @@ class KVStore:
         layout: of the model's KV.
         tiers: where parts lie, the fastest first; closed by `close`.
         settings: how it behaves.
+        clock: seconds that never run backwards, for leases and times to live.
 
     Raises:
         ConfigError: no tier, or two of one name.
         TierError: a tier cannot be used.
     """
 
-    def __init__(self, layout: KVLayout, tiers: Sequence[Tier], settings: StoreSettings | None = None) -> None:
+    def __init__(
+        self,
+        layout: KVLayout,
+        tiers: Sequence[Tier],
+        settings: StoreSettings | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         settings = settings or StoreSettings()
         names = [tier.name for tier in tiers]
         if not names or len(set(names)) < len(names):
             raise ConfigError(f"a store needs tiers of different names, got {', '.join(names) or 'none'}")
         self.layout, self.tiers, self.settings = layout, tuple(tiers), settings
         self._hasher = ChunkHasher(layout.fingerprint, layout.chunk_tokens)
-        self._holder = f"{os.getpid()}-{secrets.token_hex(8)}"
         self._catalogs: list[Catalog] = []
         self._stats = StoreStats()
         self._lock = threading.Lock()  # of the policy and the counters
@@ -85,16 +92,19 @@ class KVStore:
         self._reader = Reader(self._meters, layout, settings.read_policy, on_bad=self._bad)
         try:
             for tier in tiers:
-                self._catalogs.append(open_catalog(tier, time_to_live=settings.ttl))
+                self._catalogs.append(open_catalog(tier, time_to_live=settings.ttl, clock=clock))
         except BaseException:
             for catalog in self._catalogs:
                 catalog.close()
             raise
+        shared = [c for tier, c in zip(tiers, self._catalogs) if getattr(tier, "folder", None) is not None]
+        holder = f"{os.getpid()}-{secrets.token_hex(8)}"
+        self._leases = LeaseBook((shared or self._catalogs)[-1], holder, settings.lease_seconds, clock)
         self._gate = WriteGate(self._reader.wait_quiet, settings.idle_seconds)
         if not settings.deferred_writes:
             self._gate.force(True)
         self._writer = DeferredWriter(
-            layout, tiers, self._catalogs, settings.write_queue, self._gate, self._unsaved, self._wrong
+            layout, tiers, self._catalogs, settings.write_queue, self._gate, self._unsaved, self._wrong, self._over
         )
 
     def keys(self, tokens: NDArray[np.int32], salt: str = "", known: Sequence[bytes] = ()) -> list[bytes]:
@@ -143,19 +153,22 @@ class KVStore:
             None when the policy says no, the part is there or on its way, or the queue is full; each is counted.
         """
         part = spec.part
-        present = self._writer.pending(part) or any(
+        on_its_way = self._writer.pending(part)
+        present = on_its_way or any(
             part.range in ranges for catalog in self._catalogs for ranges in catalog.find([part.key])
         )
         nbytes = self.layout.part_bytes(len(part.range.layers), len(part.range.heads), spec.n_tokens)
         with self._lock:
             self._stats.saves_offered += 1
-            if present:
-                self._stats.saves_present += 1
-                return None
-            self._weight += 0.1 * (spec.weight - self._weight) if self._weight else spec.weight
-            decision = self._policy.decide(spec, nbytes, self._views(), time.monotonic())
-        if not decision.tiers:
+            self._stats.saves_present += present
+            if not present:
+                self._weight += 0.1 * (spec.weight - self._weight) if self._weight else spec.weight
+                decision = self._policy.decide(spec, nbytes, self._views(), time.monotonic())
+        if present or not decision.tiers:
+            if not on_its_way:
+                self._leases.over(part.key, present)
             return None
+        self._leases.saving(part.key)
         save = self._writer.save(spec, pack, decision.tiers)
         with self._lock:
             if save is None:
@@ -163,19 +176,45 @@ class KVStore:
                 self._policy.lost(part.key)
             else:
                 self._stats.saves_queued += 1
+        if save is None:
+            self._leases.over(part.key, False)
         return save
 
+    def would_save(self, keys: Sequence[bytes], first: int, weight: float, wanted: PartRange) -> int:
+        """How many new chunks, from the first, `save` would take now; nothing is counted.
+
+        Args:
+            keys: of the chunks, in order.
+            first: number of the first of them in its prefix.
+            weight: seconds it takes to compute one of them.
+            wanted: layers and heads of their parts.
+        """
+        nbytes = self.layout.part_bytes(len(wanted.layers), len(wanted.heads), self.layout.chunk_tokens)
+        with self._lock:
+            return self._policy.expects(keys, first, weight, nbytes, self._views(), time.monotonic())
+
     def lease(self, keys: Sequence[bytes]) -> int:
-        """Say that this store computes these chunks now; returns how many, from the first, are now its own."""
-        return self._catalogs[0].lease(keys, self._holder, self.settings.lease_seconds)
+        """Say that this store computes these chunks now.
+
+        The lease on a chunk ends with its save, also with one that is refused, with `release`, or after
+        `StoreSettings.lease_seconds` without `renew`.
+
+        Returns:
+            How many, from the first, are now its own; the next one is somebody else's.
+        """
+        return self._leases.take(keys)
 
     def leased(self, keys: Sequence[bytes]) -> list[bool]:
         """For each chunk: does another process (or another store in this one) compute it now?"""
-        return self._catalogs[0].leased(keys, self._holder)
+        return self._leases.leased(keys)
+
+    def renew(self) -> None:
+        """To be called often while chunks are computed: sees to it that their leases last. Mostly does nothing."""
+        self._leases.renew()
 
     def release(self, keys: Sequence[bytes]) -> None:
-        """This store's leases on these chunks end."""
-        self._catalogs[0].release(keys, self._holder)
+        """This store computes these chunks no more; a lease on one whose save has begun ends with that."""
+        self._leases.give_up(keys)
 
     def forward(self, running: bool) -> None:
         """The engine begins or ends a forward pass: writes flow while one runs, and when none came for a while."""
@@ -234,6 +273,8 @@ class KVStore:
                 wrong_parts=mine.wrong_parts,
                 hedged_units=sum(read.hedges for read in reads),
                 late_units=sum(read.late_units for read in reads),
+                leases=self._leases.held,
+                lease_calls=self._leases.calls,
             )
 
     def flush(self, timeout: float) -> bool:
@@ -248,6 +289,7 @@ class KVStore:
         """Give up what is not written (call `flush` before), end all threads, let go of catalogs and tiers."""
         self._writer.close()
         self._reader.close()
+        self._leases.close()
         for catalog in self._catalogs:
             catalog.close()
         for tier in self.tiers:
@@ -298,6 +340,9 @@ class KVStore:
     def _unsaved(self, part: PartId) -> None:
         with self._lock:
             self._policy.lost(part.key)
+
+    def _over(self, part: PartId, stored: bool) -> None:
+        self._leases.over(part.key, stored)
 
     def _wrong(self, tier: int, part: PartId) -> None:
         with self._lock:

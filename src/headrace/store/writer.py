@@ -66,6 +66,8 @@ class DeferredWriter:
         gate: says when to write.
         unsaved: called with a part that reached no tier (in any thread).
         wrong: called with a tier and a part that was found missing or wrong while it was copied.
+        over: called with every part that `save` took when nothing more becomes of it, and whether a tier has it by then
+            (in any thread).
     """
 
     def __init__(
@@ -77,10 +79,11 @@ class DeferredWriter:
         gate: WriteGate,
         unsaved: Callable[[PartId], None],
         wrong: Callable[[int, PartId], None],
+        over: Callable[[PartId, bool], None] = lambda part, stored: None,
     ) -> None:
         self._layout, self._gate = layout, gate
         self._tiers, self._catalogs = tuple(tiers), tuple(catalogs)
-        self._unsaved, self._wrong = unsaved, wrong
+        self._unsaved, self._wrong, self._ended = unsaved, wrong, over
         self._limit = max(limit, size_class(layout.part_bytes(layout.layers, layout.kv_heads, layout.chunk_tokens)))
         self._pool = BufferPool(self._limit)
         self._lock = threading.Lock()
@@ -246,6 +249,8 @@ class DeferredWriter:
         with self._lock:
             self._pending.discard(work.part)
             self.queue_bytes -= work.nbytes
+        if work.source is None:
+            self._ended(work.part, work.reached > 0)
 
     def _quiet(self) -> bool:
         return not self._busy and not self._to_pack and not any(queue.work for queue in self._queues)
