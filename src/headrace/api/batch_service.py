@@ -20,6 +20,7 @@ from headrace.offline.jobs.cancel import close_job
 from headrace.offline.jobs.device import JobDevice, device_of
 from headrace.offline.jobs.errors import JobBusy
 from headrace.offline.jobs.folder import JobFolder, create_job, list_jobs
+from headrace.offline.jobs.predict import sample, seconds_of
 from headrace.offline.jobs.runner import JobRunner, Stopped
 from headrace.offline.jobs.spec import JobSpec, JobState, new_job_id
 
@@ -104,8 +105,15 @@ class BatchService:
             input_file=source.id,
             metadata=metadata,
         )
+        content = files.data_path(source.id)
         try:
-            folder = await asyncio.to_thread(create_job, spec, self._state.jobs, files.data_path(source.id))
+            seconds = await self._predict(content, endpoint)
+            state = JobState(predicted_s=seconds)
+            if seconds is not None:
+                state.predicted_end = (
+                    spec.created_at + await asyncio.to_thread(self._backlog, spec.expires_at) + seconds
+                )
+            folder = await asyncio.to_thread(create_job, spec, self._state.jobs, content, state)
         except FileNotFoundError:
             raise no_file(source.id) from None
         self._queue(folder)
@@ -232,6 +240,7 @@ class BatchService:
             self._endpoint,
             device.orders(ORDER),
             window=device.window,
+            optimum=device.optimum,
             limit=state.config.max_request_bytes,
             pause=PAUSE,
             clock=self._clock,
@@ -260,6 +269,20 @@ class BatchService:
             return  # whoever runs it has been asked
         await asyncio.to_thread(self._publish, folder, folder.spec(), last)
         self._forget(folder)
+
+    async def _predict(self, content: Path, endpoint: str) -> float | None:
+        """Seconds that a file will take; None where the device is not known."""
+        try:
+            device = await asyncio.to_thread(self._device_of)
+        except HeadraceError:
+            return None
+        return seconds_of(await sample(content, endpoint, self._endpoint, self._state.config.max_request_bytes), device)
+
+    def _backlog(self, due: float | None) -> float:
+        """Seconds of the batches that are due before."""
+        waiting = list(self._waiting.values())
+        states = [each.folder.state() for each in waiting if due is None or each.due <= due]
+        return sum(max(0.0, (state.predicted_s or 0.0) - state.seconds) for state in states)
 
     def _device_of(self) -> JobDevice:
         if self._device is None:

@@ -50,6 +50,7 @@ async def run_job(folder: JobFolder, config: EngineConfig) -> tuple[JobState | N
                 endpoint,
                 device.orders(order),
                 window=device.window,
+                optimum=device.optimum,
                 tell=shown,
             )
             for number in (signal.SIGINT, signal.SIGTERM):

@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from headrace.bench.report import report
+from headrace.cli.bench_batch_online import bench_batch_online
 from headrace.cli.bench_bursty import bench_bursty
 from headrace.cli.bench_client import bench_serve
 from headrace.cli.bench_long_doc_qa import bench_long_doc_qa
@@ -27,6 +28,7 @@ bench.command("serve", cls=Command)(bench_serve)
 bench.command("parity", cls=Command)(bench_parity)
 bench.command("long-doc-qa", cls=Command)(bench_long_doc_qa)
 bench.command("reuse", cls=Command)(bench_reuse)
+bench.command("batch-online", cls=Command)(bench_batch_online)
 bench.command("bursty", cls=Command)(bench_bursty)
 bench.command("store", cls=Command)(bench_store)
 bench.command("restore", cls=Command)(bench_restore)

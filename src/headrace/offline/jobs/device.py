@@ -7,6 +7,7 @@ from pathlib import Path
 from headrace.core.config import EngineConfig
 from headrace.core.errors import ConfigError
 from headrace.core.events import EngineInfo
+from headrace.offline.jobs.optimum import Optimum, optimum_of
 from headrace.offline.planning.admission import ORDERS, Admission, make_admission
 from headrace.offline.planning.requests import JobRequests
 from headrace.perf.model_config import shape_of_folder
@@ -53,6 +54,10 @@ class JobDevice:
             max_seqs=self.max_seqs,
             step_tokens=self.step_tokens,
         )
+
+    def optimum(self, requests: JobRequests) -> Optimum | None:
+        """What the requests take at best; None where there are too many to say."""
+        return optimum_of(requests, self.profile, self.shape, self.step_tokens)
 
 
 def device_of(info: EngineInfo, config: EngineConfig) -> JobDevice:

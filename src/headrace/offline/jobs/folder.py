@@ -110,12 +110,15 @@ def jobs_home() -> Path:
     return paths.home() / "jobs"
 
 
-def create_job(spec: JobSpec, home: Path | None = None, source: Path | None = None) -> JobFolder:
+def create_job(
+    spec: JobSpec, home: Path | None = None, source: Path | None = None, state: JobState | None = None
+) -> JobFolder:
     """Make the folder and journal of a new job: both, or nothing that anybody sees.
 
     Args:
         spec: of the job.
         home: folder of all jobs.
+        state: what it begins with; None: nothing is known of it.
         source: a file that becomes the job's own input by a hard link, so that it may be deleted meanwhile.
 
     Raises:
@@ -123,7 +126,7 @@ def create_job(spec: JobSpec, home: Path | None = None, source: Path | None = No
     """
     home = home or jobs_home()
     home.mkdir(parents=True, exist_ok=True)
-    state = JobState()
+    state = state or JobState()
     state.enter("validating", spec.created_at)
     temporary = Path(tempfile.mkdtemp(prefix=".new-", dir=home))
     try:

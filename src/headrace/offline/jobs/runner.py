@@ -11,19 +11,23 @@ from pathlib import Path
 import numpy as np
 
 from headrace.core.errors import EngineDead, HeadraceError, QueueFull
+from headrace.core.request import OFFLINE_SHARE
 from headrace.offline.jobs.device import Orders
 from headrace.offline.jobs.endpoint import Answer, Asked, Endpoint
 from headrace.offline.jobs.errors import JobError, WrongFile
 from headrace.offline.jobs.folder import JobFolder
 from headrace.offline.jobs.journal import Columns, Journal, LineRow
 from headrace.offline.jobs.lines import MAX_LINE, check_file, parse_line
+from headrace.offline.jobs.optimum import Optimum
 from headrace.offline.jobs.output import answer_line, error_line
 from headrace.offline.jobs.progress import Pace, Progress
 from headrace.offline.jobs.results import FLUSH_BYTES, Result, ResultFiles
 from headrace.offline.jobs.spec import Ending, JobState
 from headrace.offline.jobs.spool import job_requests
+from headrace.offline.jobs.urgency import share_of
 from headrace.offline.jobs.validate import Validation, signed_digest
 from headrace.offline.planning.admission import Admission
+from headrace.offline.planning.requests import JobRequests
 
 FLUSH_SECONDS = 0.5
 RETRY_SECONDS = 0.25
@@ -44,6 +48,7 @@ class JobRunner:
         endpoint: what bodies mean, and the engine.
         orders: makes the job's admission policy from its requests.
         window: requests in flight at most.
+        optimum: makes what says how long the work takes at best.
         limit: bytes a line may have.
         pause: see `Validation`.
         tell: called after every commit.
@@ -57,6 +62,7 @@ class JobRunner:
         orders: Orders,
         *,
         window: int,
+        optimum: Callable[[JobRequests], Optimum | None] = lambda requests: None,
         limit: int = MAX_LINE,
         pause: float = 0.0,
         tell: Callable[[Progress], None] = lambda progress: None,
@@ -65,6 +71,8 @@ class JobRunner:
         self._folder, self._endpoint, self._orders = folder, endpoint, orders
         self._window, self._limit, self._pause = window, limit, pause
         self._tell, self._clock = tell, clock
+        self._make_optimum = optimum
+        self._optimum: Optimum | None = None
         self._wake = asyncio.Event()
         self._stopping = False
         self._ending: Ending | None = None
@@ -72,7 +80,7 @@ class JobRunner:
         self._asked: dict[int, Asked] = {}
         self._pace: Pace | None = None
         self._begun = self._earlier = 0.0
-        self.share = 0.0
+        self.share = OFFLINE_SHARE
 
     def stop(self) -> None:
         """Let go: what is finished is kept, the rest is for a later attempt. `run` then raises `Stopped`."""
@@ -163,6 +171,7 @@ class JobRunner:
         columns = await asyncio.to_thread(journal.columns)
         requests = job_requests(self._folder, journal, columns)
         admission = await asyncio.to_thread(self._orders, requests)
+        self._optimum = await asyncio.to_thread(self._make_optimum, requests)
         self._pace = Pace(journal.state, int(columns.prompt.sum()), int(columns.most.sum(dtype="int64")))
         descriptor = os.open(journal.spec.input, os.O_RDONLY | os.O_CLOEXEC)
         self._begun = time.monotonic()
@@ -224,6 +233,8 @@ class JobRunner:
                 files.add(result)
                 admission.finish(index, result.output_tokens)
                 assert self._pace is not None
+                if self._optimum is not None:
+                    self._optimum.finish(index, result.output_tokens)
                 self._pace.finish(result.prompt_tokens, int(columns.most[index]), result.output_tokens)
             if files.waiting > FLUSH_BYTES:
                 await asyncio.to_thread(files.flush)
@@ -237,6 +248,7 @@ class JobRunner:
             self._wake.clear()
             self._account(journal.state)
             self._look(journal)
+            self._hurry(journal)
             self._tell_progress(admission)
             await asyncio.to_thread(files.flush)
             self._report(journal)
@@ -244,6 +256,14 @@ class JobRunner:
                 raise Stopped
             if self._ending is not None:
                 return
+
+    def _hurry(self, journal: Journal) -> None:
+        """When the job will end, and what share it needs for that."""
+        now, expires = self._clock(), journal.spec.expires_at
+        rest = None if self._pace is None else self._pace.rest(time.monotonic() - self._begun)
+        if rest is not None:
+            journal.state.predicted_end = now + rest
+        self.share = share_of(rest, None if expires is None else expires - now)
 
     def _tell_progress(self, admission: Admission) -> None:
         asked = self._asked
@@ -344,5 +364,6 @@ class JobRunner:
                 round(state.seconds, 3),
                 round((0 if pace is None else pace.tokens) / max(passed, 1e-9), 1),
                 None if rest is None else round(rest, 1),
+                None if self._optimum is None else round(self._optimum.seconds / max(passed, 1e-9), 4),
             )
         )

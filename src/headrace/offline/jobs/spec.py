@@ -82,7 +82,8 @@ class JobState(msgspec.Struct, kw_only=True):
         output_tokens: of answered lines.
         seconds: time the job has run, all attempts together.
         reason: why it failed.
-        predicted_end: when it was expected to end when it was created, seconds since the epoch.
+        predicted_s: how long it was expected to run when it was created.
+        predicted_end: when it is expected to end, seconds since the epoch.
         fingerprint: of the model that answers.
         times: when each status was entered, seconds since the epoch.
     """
@@ -103,6 +104,7 @@ class JobState(msgspec.Struct, kw_only=True):
     output_tokens: int = 0
     seconds: float = 0.0
     reason: str = ""
+    predicted_s: float | None = None
     predicted_end: float | None = None
     fingerprint: str = ""
     times: dict[str, float] = {}
