@@ -153,8 +153,26 @@ def test_offline_prompts_are_cut_shorter_while_their_steps_are_given_up() -> Non
     for expected in (256, 128, 64, 32, 16, 16):
         budget.abandoned()
         assert chunk() == expected
-    budget.completed_offline()
+    budget.finished(online=False, seconds=0.1)
     assert chunk() == 48
     for _ in range(32):
-        budget.completed_offline()
+        budget.finished(online=False, seconds=0.1)
     assert chunk() == 512
+
+
+def test_where_online_requests_leave_no_time_the_share_shrinks() -> None:
+    budget = begun(replace(CONFIG, itl_target=0.0))
+
+    def beside() -> int:
+        budget.begin()
+        budget.add_prefill(0, 190, sampled=True)  # 200 ms
+        budget.begin_offline(0.2)
+        return budget.prefill_tokens(0, 1000)
+
+    assert beside() == 39
+    for _ in range(100):
+        budget.finished(online=True, seconds=1.0)
+    assert beside() == 10
+    for _ in range(100):
+        budget.finished(online=False, seconds=1.0)
+    assert beside() == 39

@@ -1,5 +1,7 @@
 """How much a step may hold: a token budget, or what the step-time model says fits into the target."""
 
+import math
+
 from headrace.core.config import SchedulerConfig
 from headrace.perf.step_time import Correction, StepLoad, StepTimeModel
 
@@ -21,6 +23,7 @@ class StepBudget:
         self._model = model
         self._correction = Correction()
         self._chunk = config.max_num_batched_tokens
+        self._online_busy = 0.0
         self.begin()
 
     def begin(self) -> None:
@@ -37,17 +40,22 @@ class StepBudget:
         """What is asked for from here on is for offline sequences.
 
         Args:
-            share: by which they may make the step longer, if there is anything in it by now.
+            share: by which they may make the step longer, if there is anything in it by now. The busier online requests
+                keep the engine the less of it counts: what lengthens every step then makes requests queue.
         """
         self._offline = True
+        share *= 1 - BUSY_WEIGHT * self._online_busy
         if self._tokens:
             self._most_tokens = self._tokens + max(1, int(self._tokens * share))
             if self._model is not None:
                 self._most_seconds = self._model.seconds(self._load) * (1 + share)
 
-    def completed_offline(self) -> None:
-        """A step of offline tokens alone was done."""
-        self._chunk = min(self._most, self._chunk + max(1, self._most // CHUNK_GROWTH))
+    def finished(self, online: bool, seconds: float) -> None:
+        """A step was done, with online tokens or without."""
+        kept = math.exp(-seconds / BUSY_SECONDS)
+        self._online_busy = kept * self._online_busy + (1 - kept) * online
+        if not online:
+            self._chunk = min(self._most, self._chunk + max(1, self._most // CHUNK_GROWTH))
 
     def abandoned(self) -> None:
         """A step of offline tokens alone was given up."""
@@ -127,3 +135,5 @@ class StepBudget:
 MINIMUM_CHUNK = 16
 #: The chunk of a step that may be given up grows by the largest step over this.
 CHUNK_GROWTH = 16
+#: How much of the share goes where online requests leave the engine no time; how far back that is looked at.
+BUSY_WEIGHT, BUSY_SECONDS = 0.75, 10.0

@@ -260,8 +260,7 @@ class Scheduler:
         counters.step_seconds += result.seconds
         counters.computed_tokens += plan.tokens
         self._budget.observe(plan.predicted_s, result.seconds)
-        if plan.service == "offline":
-            self._budget.completed_offline()
+        self._budget.finished(plan.service == "online", result.seconds)
         progress = []
         for chunk in plan.chunks:
             seq = self._sequences[chunk.seq]
