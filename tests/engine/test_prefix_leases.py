@@ -88,6 +88,7 @@ def test_parts_are_loaded_as_they_appear_and_others_go_on(nodes: Nodes) -> None:
     assert two.computed == 50 + 5 + 5 + 1
     assert one.tokens()["a"] == two.tokens()["b"]
     assert two.deltas["b"][0].cached_tokens == 20 * CHUNK
+    assert two.store.stats().saves_present == 0, "what it loaded it does not offer"
 
 
 def test_an_engine_that_can_only_wait_rests_between_two_looks(nodes: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
