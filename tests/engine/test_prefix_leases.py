@@ -15,6 +15,7 @@ from lease_world import CHUNK, LEASE_SECONDS, Nodes, slow_home
 
 from headrace.bench.tiny_models import save
 from headrace.core.request import Request
+from headrace.engine.core import REST_SECONDS
 from headrace.store.settings import StoreSettings
 from headrace.store.tiers.faulty import Fault, FaultPlan
 
@@ -87,6 +88,28 @@ def test_parts_are_loaded_as_they_appear_and_others_go_on(nodes: Nodes) -> None:
     assert two.computed == 50 + 5 + 5 + 1
     assert one.tokens()["a"] == two.tokens()["b"]
     assert two.deltas["b"][0].cached_tokens == 20 * CHUNK
+    assert two.store.stats().saves_present == 0, "what it loaded it does not offer"
+
+
+def test_an_engine_that_can_only_wait_rests_between_two_looks(nodes: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
+    one, two = nodes.start(), nodes.start()
+    one.add(request("a", TEXT, 2))
+    nodes.step(one)
+    two.add(request("b", TEXT, 2))
+    while two.engine._scheduler.get("b").computed < 4 * CHUNK:
+        nodes.step(two)
+    flow, rests = two.parts.flow, []
+    assert flow is not None
+    rest = flow.rest
+
+    def noted(seconds: float) -> None:
+        rests.append(seconds)
+        rest(seconds)
+
+    monkeypatch.setattr(flow, "rest", noted)
+    nodes.step(two, two, two)
+    assert rests == [REST_SECONDS] * 3
+    nodes.run()
 
 
 def test_an_engine_of_its_own_asks_once_and_says_once(nodes: Nodes) -> None:

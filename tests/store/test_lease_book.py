@@ -115,6 +115,8 @@ def test_renewing_at_half_time_keeps_what_is_ours_and_forgets_what_is_not(world:
     assert world.one.calls == calls, "too early"
     world.now = 5.0
     world.one.renew()
+    world.one.renew()
+    assert world.one.calls == calls + 1
     world.now = 14.9
     assert world.held(KEYS[:4]) == [True] * 4
     world.now = 15.1
