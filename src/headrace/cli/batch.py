@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import msgspec
 import typer
 
-from headrace.bench.report import print_json, print_table, report
+from headrace.bench.report import print_json, report
 from headrace.cli.help import Command
 from headrace.cli.options import Json, with_settings
 from headrace.core.config import EngineConfig
@@ -117,19 +117,10 @@ def ls(json: Json = False) -> None:
     if json:
         print_json({"jobs": rows})
         return
-    shown = [
-        (
-            row["id"],
-            row["status"],
-            f"{row['completed']:,}",
-            f"{row['failed']:,}",
-            f"{row['total']:,}",
-            time.strftime("%Y-%m-%d %H:%M", time.localtime(row["created_at"])),
-            row["input"],
-        )
-        for row in rows
-    ]
-    print_table("Jobs", ("job", "status", "answered", "errors", "lines", "created", "input"), shown)
+    for row in rows:  # plain lines: an id is there to be copied
+        created = time.strftime("%Y-%m-%d %H:%M", time.localtime(row["created_at"]))
+        counts = f"{row['completed']:,} answered, {row['failed']:,} errors of {row['total']:,}"
+        print(f"{row['id']}  {created}  {row['status']:<12} {counts}  {row['input']}")
 
 
 def _check_free(path: Path, flag: str, input: Path) -> None:

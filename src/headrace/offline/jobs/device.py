@@ -56,8 +56,8 @@ class JobDevice:
         )
 
     def optimum(self, requests: JobRequests) -> Optimum | None:
-        """What the requests take at best; None where there are too many to say."""
-        return optimum_of(requests, self.profile, self.shape, self.step_tokens)
+        """What the requests take at best; None where there are too many to say, or nobody measured the device."""
+        return None if not self.profile.measured else optimum_of(requests, self.profile, self.shape, self.step_tokens)
 
 
 def device_of(info: EngineInfo, config: EngineConfig) -> JobDevice:

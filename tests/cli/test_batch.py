@@ -1,0 +1,126 @@
+"""`headrace batch` as a process: wrong files before any work, a job from end to end, and one that is interrupted."""
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_chat_model
+from cli_runs import environment, headrace
+
+from headrace.core import paths
+from headrace.offline.jobs.folder import list_jobs
+
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+ENGINE = ("--threads", "1", "--kv-memory", "16MiB", "--no-store")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(tiny_chat_model.make(tmp_path_factory.mktemp("tiny")))
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Path:
+    """A `HEADRACE_HOME` without jobs; what the machine has compiled already need not be compiled again."""
+    kernels = paths.home() / "kernels"
+    kernels.mkdir(parents=True, exist_ok=True)
+    (tmp_path / "kernels").symlink_to(kernels)
+    return tmp_path
+
+
+def request(custom_id: str, text: str, url: str = CHAT, **body: Any) -> str:
+    prompt: Any = {"messages": [{"role": "user", "content": text}]} if url == CHAT else {"prompt": text}
+    whole = {"model": "default", "temperature": 0, "max_tokens": 8, **prompt, **body}
+    return json.dumps({"custom_id": custom_id, "method": "POST", "url": url, "body": whole})
+
+
+def rows(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(row) for row in path.read_text().splitlines()]
+
+
+@pytest.mark.parametrize(
+    ("content", "said"), [(b"", "empty"), (b"\x1f\x8b\x08", "gzip"), (b"\x00\x01", "binary"), (b"[{}]", "array")]
+)
+def test_a_wrong_file_is_one_line_before_any_work(tmp_path: Path, content: bytes, said: str) -> None:
+    (tmp_path / "in.jsonl").write_bytes(content)
+    out = tmp_path / "out.jsonl"
+    done = headrace("batch", "run", str(tmp_path / "in.jsonl"), "-o", str(out), "--model", "/no", home=tmp_path)
+    assert done.returncode == 1
+    assert said in done.stderr
+    assert done.stderr.count("\n") == 1
+    assert not out.exists()
+    assert not list_jobs(tmp_path / "jobs")
+
+
+def test_nothing_is_written_over(tmp_path: Path) -> None:
+    source = tmp_path / "in.jsonl"
+    source.write_text(request("a", "b"))
+    there = tmp_path / "there.jsonl"
+    there.write_text("precious")
+    for output, said in [
+        (there, "exists"), (source, "exists"), (tmp_path, "folder"), (tmp_path / "no" / "out.jsonl", "no folder"),
+    ]:  # fmt: skip
+        done = headrace("batch", "run", str(source), "-o", str(output), home=tmp_path)
+        assert done.returncode == 2
+        assert said in done.stderr
+    done = headrace("batch", "run", str(source), "-o", str(tmp_path / "o"), "--order", "best", home=tmp_path)
+    assert done.returncode == 2
+    assert "blend" in done.stderr
+    assert there.read_text() == "precious"
+    assert headrace("batch", "status", "batch_0", home=tmp_path).returncode == 1
+
+
+def test_a_job_from_end_to_end(home: Path, model: str) -> None:
+    lines = [request(f"c{i}", f"question {i}") for i in range(30)]
+    lines += [request(f"t{i}", f"text {i}", COMPLETIONS, n=2) for i in range(10)]
+    lines += ["nonsense", request("c1", "again"), request("long", "x", max_tokens=100_000)]
+    source, out = home / "in.jsonl", home / "out.jsonl"
+    source.write_text("\n".join(lines))
+    done = headrace("batch", "run", str(source), "-o", str(out), "--model", model, *ENGINE, "--json", home=home)
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout.splitlines()[-1])
+    assert (told["status"], told["total"], told["completed"], told["failed"]) == ("completed", 43, 40, 3)
+    answers = {row["custom_id"]: row["response"]["body"] for row in rows(out)}
+    assert len(answers) == 40
+    assert answers["c3"]["choices"][0]["message"]["role"] == "assistant"
+    assert len(answers["t3"]["choices"]) == 2
+    assert told["output_tokens"] == sum(body["usage"]["completion_tokens"] for body in answers.values())
+    assert len(rows(home / "out.errors.jsonl")) == 3
+    listed = json.loads(headrace("batch", "ls", "--json", home=home).stdout)["jobs"]
+    assert [job["id"] for job in listed] == [told["id"]]
+    shown = headrace("batch", "ls", home=home).stdout
+    assert shown.startswith(told["id"])
+    status = json.loads(headrace("batch", "status", told["id"], "--json", home=home).stdout)
+    assert status["status"] == "completed"
+    assert headrace("batch", "resume", told["id"], home=home).returncode == 1
+    assert headrace("batch", "cancel", told["id"], home=home).returncode == 1
+
+
+def test_an_interrupted_job_is_resumed_and_a_cancelled_one_is_not(home: Path, model: str) -> None:
+    lines = [request(f"r{i}", f"question {i}", ignore_eos=True, max_tokens=200) for i in range(2000)]
+    source, out = home / "in.jsonl", home / "out.jsonl"
+    source.write_text("\n".join(lines))
+    command = [sys.executable, "-m", "headrace.cli", "batch", "run", str(source), "-o", str(out), "--model", model]
+    process = subprocess.Popen([*command, *ENGINE], stdout=subprocess.PIPE, text=True, env=environment(home))
+    while not (jobs := list_jobs(home / "jobs")) or not jobs[0].state().completed:
+        assert process.poll() is None
+        time.sleep(0.01)
+    process.send_signal(signal.SIGINT)
+    said, _ = process.communicate(timeout=60)
+    (job,) = jobs
+    kept = job.state().completed
+    assert process.returncode == 130
+    assert f"headrace batch resume {job.id}" in said
+    assert 0 < kept < 2000
+    assert json.loads(headrace("batch", "status", job.id, "--json", home=home).stdout)["status"] == "interrupted"
+    cancelled = headrace("batch", "cancel", job.id, home=home)
+    assert cancelled.stdout.strip() == f"{job.id}: cancelled"
+    answers, errors = rows(out), rows(home / "out.errors.jsonl")
+    assert len(answers) == kept
+    assert sorted(row["custom_id"] for row in answers + errors) == sorted(f"r{i}" for i in range(2000))
+    assert headrace("batch", "resume", job.id, home=home).returncode == 1
