@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from headrace.bench.report import report
+from headrace.cli.bench_batch_orders import bench_batch_orders
 from headrace.cli.bench_bursty import bench_bursty
 from headrace.cli.bench_client import bench_serve
 from headrace.cli.bench_long_doc_qa import bench_long_doc_qa
@@ -30,6 +31,7 @@ bench.command("reuse", cls=Command)(bench_reuse)
 bench.command("bursty", cls=Command)(bench_bursty)
 bench.command("store", cls=Command)(bench_store)
 bench.command("restore", cls=Command)(bench_restore)
+bench.command("batch-orders", cls=Command)(bench_batch_orders)
 bench.command("pipeline", cls=Command)(bench_pipeline)
 
 Plot = Annotated[Path | None, typer.Option("--plot", metavar="FILE", help="draw the result (needs headrace[plot])")]
