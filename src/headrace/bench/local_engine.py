@@ -8,11 +8,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
+import numpy as np
 
 from headrace.bench.workload import Item
 from headrace.core.config import EngineConfig
 from headrace.core.errors import HeadraceError
 from headrace.core.events import EngineInfo, EngineStats
+from headrace.offline.planning.admission import Admission
+from headrace.offline.planning.fixed import FixedAdmission
 from headrace.perf.model_shape import ModelShape
 
 if TYPE_CHECKING:
@@ -85,35 +88,51 @@ class LocalEngine:
         """Its counters now."""
         return self.engine.stats()
 
-    def run(self, batch: Sequence[Item], *, salt: str = "", advance: Callable[[int], None] | None = None) -> BatchRun:
+    def run(
+        self,
+        batch: Sequence[Item],
+        *,
+        salt: str = "",
+        advance: Callable[[int], None] | None = None,
+        admission: Admission | None = None,
+    ) -> BatchRun:
         """Run a batch to its end.
 
         Args:
             batch: the requests; ids unique.
             salt: runs with different salts share no cached KV, so that a repeat is as cold as the first.
             advance: called with the number of requests that have finished.
+            admission: which request the engine gets next; None: in the order of the batch.
 
         Raises:
             HeadraceError: a request failed or was refused.
         """
         self._runs += 1
         suffix = f"#{self._runs}"
-        waiting = [msgspec.structs.replace(item.request(suffix), cache_salt=salt) for item in reversed(batch)]
-        outputs: dict[str, list[int]] = {item.custom_id + suffix: [] for item in batch}
-        room, flying = self.config.scheduler.max_queue, 0
+        requests = [msgspec.structs.replace(item.request(suffix), cache_salt=salt) for item in batch]
+        numbers = {request.id: number for number, request in enumerate(requests)}
+        outputs: dict[str, list[int]] = {request.id: [] for request in requests}
+        admission = admission or FixedAdmission(np.arange(len(batch)), self.config.scheduler.max_queue)
+        flying: set[str] = set()
         before, start = self.stats(), time.perf_counter()
-        while waiting or flying:
-            while waiting and flying < room:
-                self.engine.add(waiting.pop())
-                flying += 1
+        while admission.remaining or flying:
+            for number in admission.admit():
+                self.engine.add(requests[number])
+                flying.add(requests[number].id)
             for delta in self.engine.step():
                 outputs[delta.request] += delta.tokens
                 if delta.finish == "error":
                     raise HeadraceError(f"request {delta.request.removesuffix(suffix)} failed: {delta.error}")
                 if delta.finish is not None:
-                    flying -= 1
+                    flying.discard(delta.request)
+                    admission.finish(numbers[delta.request], len(outputs[delta.request]))
                     if advance is not None:
                         advance(1)
+            if flying and admission.follows_progress:
+                running = list(flying)
+                admission.progress(
+                    np.array([numbers[name] for name in running]), np.array([len(outputs[name]) for name in running])
+                )
         wall, after = time.perf_counter() - start, self.stats()
         return BatchRun(
             wall_s=wall,
