@@ -2,8 +2,6 @@
 
 from dataclasses import dataclass
 
-from headrace.offline.jobs.spec import JobState
-
 
 @dataclass(frozen=True, slots=True)
 class Progress:
@@ -45,14 +43,11 @@ class Pace:
     A request counts as its prompt plus the tokens it may generate times the share of these that finished ones used.
 
     Args:
-        state: of the job when the attempt began.
         prompt_left: prompt tokens of the requests it has to run.
         most_left: tokens that they may generate.
     """
 
-    def __init__(self, state: JobState, prompt_left: int, most_left: int) -> None:
-        self._prompt = state.prompt_tokens
-        self._output = state.output_tokens
+    def __init__(self, prompt_left: int, most_left: int) -> None:
         self._prompt_left = prompt_left
         self._most_left = most_left
         self._most_done = 0

@@ -172,7 +172,7 @@ class JobRunner:
         requests = job_requests(self._folder, journal, columns)
         admission = await asyncio.to_thread(self._orders, requests)
         self._optimum = await asyncio.to_thread(self._make_optimum, requests)
-        self._pace = Pace(journal.state, int(columns.prompt.sum()), int(columns.most.sum(dtype="int64")))
+        self._pace = Pace(int(columns.prompt.sum()), int(columns.most.sum(dtype="int64")))
         descriptor = os.open(journal.spec.input, os.O_RDONLY | os.O_CLOEXEC)
         self._begun = time.monotonic()
         keeper = asyncio.create_task(self._keep(journal, files, admission))

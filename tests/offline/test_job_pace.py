@@ -1,0 +1,87 @@
+"""What is told of a job's time: its share by the time left, the pace, the optimum, the prediction from a sample."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+from echo_endpoint import Echo, line, write_input
+from hypothesis import given
+from hypothesis import strategies as st
+
+from headrace.core.request import OFFLINE_SHARE
+from headrace.offline.jobs.device import JobDevice
+from headrace.offline.jobs.lines import CHAT
+from headrace.offline.jobs.optimum import Optimum
+from headrace.offline.jobs.predict import EFFICIENCY, USUAL_OUTPUT, sample, seconds_of
+from headrace.offline.jobs.progress import Pace
+from headrace.offline.jobs.urgency import MOST_SHARE, share_of
+from headrace.offline.planning.requests import JobRequests
+from headrace.perf.density import CostRates
+from headrace.perf.model_shape import ModelShape
+from headrace.perf.presets import estimate
+
+PROFILE = estimate("cpu", "test", 2, 2, "float32")
+SHAPE = ModelShape(
+    layers=2, hidden=64, intermediate=96, linear_params=100_000, head_params=20_000, query_width=64, kv_width=32
+)
+DEVICE = JobDevice(PROFILE, SHAPE, kv_tokens=8000, max_seqs=16, step_tokens=512, window=64)
+
+
+def test_a_job_in_no_hurry_takes_the_usual_share_and_a_late_one_the_most() -> None:
+    assert share_of(None, 100.0) == share_of(100.0, None) == share_of(10.0, 100.0) == OFFLINE_SHARE
+    assert share_of(100.0, 100.0) == share_of(500.0, 100.0) == share_of(1.0, -1.0) == MOST_SHARE
+
+
+@given(rest=st.floats(0, 1e6), more=st.floats(0, 1e6), left=st.floats(1e-3, 1e6))
+def test_the_share_only_grows_with_what_is_left_to_do(rest: float, more: float, left: float) -> None:
+    assert OFFLINE_SHARE <= share_of(rest, left) <= share_of(rest + more, left) <= MOST_SHARE
+
+
+def test_the_pace_foresees_the_end_of_equal_requests() -> None:
+    pace = Pace(100 * 50, 100 * 20)
+    assert pace.rest(1.0) is None
+    for _ in range(25):
+        pace.finish(50, 20, 10)
+    assert pace.tokens == 25 * 60
+    assert pace.rest(5.0) == pytest.approx(15.0)
+    for _ in range(75):
+        pace.finish(50, 20, 10)
+    assert pace.rest(20.0) == pytest.approx(0.0)
+
+
+def test_the_optimum_counts_shared_prefixes_once() -> None:
+    shared = list(range(40))
+    requests = JobRequests.of([[*shared, 100], [*shared, 101], [7, 8, 9]], [5, 5, 5])
+    optimum = Optimum(requests, PROFILE, SHAPE, 512)
+    for index in range(3):
+        optimum.finish(index, 5)
+    rates = CostRates.of(PROFILE, SHAPE, 512)
+    compute = rates.compute([41, 41, 3], [5, 5, 5], [0, 40, 0]).sum() + rates.memory([41, 41, 3], [5, 5, 5]).sum()
+    assert optimum.seconds == pytest.approx(float(compute))
+
+
+def test_an_estimated_device_has_no_optimum_to_compare_with() -> None:
+    assert DEVICE.optimum(JobRequests.of([[1]], [1])) is None
+
+
+def test_a_prediction_needs_some_lines_only(tmp_path: Path) -> None:
+    path = tmp_path / "in.jsonl"
+    write_input(path, [line(f"r{i:05}", "x" * 40) for i in range(3000)])
+    looked = asyncio.run(sample(path, CHAT, Echo()))
+    assert looked.lines == pytest.approx(3000, rel=0.01)
+    assert looked.requests == 1.0
+    assert set(looked.prompts) == {40}
+    assert set(looked.outputs) == {20.0}
+    rates = CostRates.of(PROFILE, SHAPE, 512)
+    each = float(rates.compute(40, 20.0) + rates.memory(40, 20.0))
+    assert seconds_of(looked, DEVICE) == pytest.approx(3000 * each / EFFICIENCY, rel=0.01)
+
+
+def test_a_prediction_passes_over_wrong_lines(tmp_path: Path) -> None:
+    path = tmp_path / "in.jsonl"
+    write_input(path, [b"nonsense" * 10 if i % 2 else line(f"r{i}", "x" * 2000) for i in range(40)])
+    looked = asyncio.run(sample(path, CHAT, Echo()))
+    assert 0 < looked.requests < 1
+    assert set(looked.outputs) == {USUAL_OUTPUT}
+    write_input(path, [b"nonsense"])
+    assert seconds_of(asyncio.run(sample(path, CHAT, Echo())), DEVICE) == 0.0
