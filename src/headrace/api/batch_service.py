@@ -180,11 +180,12 @@ class BatchService:
             except HeadraceError as error:
                 log.warning("a batch cannot be read", extra={"batch": folder.id, "reason": str(error)})
                 continue
-            if spec.origin == "server" and spec.fingerprint == self._endpoint.fingerprint:
-                if not state.final:
-                    found.append(folder)
-                else:
-                    self._publish(folder, spec, state)
+            if spec.origin != "server":
+                continue
+            if state.final:
+                folder.tidy(spec)  # a server that died at the very end has not done it
+            elif spec.fingerprint == self._endpoint.fingerprint:
+                found.append(folder)
         return found
 
     def _queue(self, folder: JobFolder) -> None:
@@ -243,12 +244,13 @@ class BatchService:
             optimum=device.optimum,
             limit=state.config.max_request_bytes,
             pause=PAUSE,
+            publish=self._publish,
             clock=self._clock,
         )
         try:
             if self._stopping:
                 return False
-            last = await runner.run()
+            await runner.run()
         except (Stopped, EngineDead):
             return False
         except JobBusy:  # another server of this model has it; when that one dies, it is ours
@@ -258,16 +260,14 @@ class BatchService:
             return False
         finally:
             self._runner = None
-        await asyncio.to_thread(self._publish, folder, folder.spec(), last)
         return True
 
     async def _close(self, folder: JobFolder) -> None:
         """End a batch that waits."""
         try:
-            last = await close_job(folder)
+            await close_job(folder, self._publish, self._clock)
         except JobBusy:
             return  # whoever runs it has been asked
-        await asyncio.to_thread(self._publish, folder, folder.spec(), last)
         self._forget(folder)
 
     async def _predict(self, content: Path, endpoint: str) -> float | None:
@@ -289,10 +289,9 @@ class BatchService:
             self._device = device_of(self._state.info, self._state.engine)
         return self._device
 
-    def _publish(self, folder: JobFolder, spec: JobSpec, last: JobState) -> None:
+    def _publish(self, spec: JobSpec, last: JobState) -> None:
         """Make files of the results; done again after a crash, it changes nothing."""
         for what, path, size in ((OUTPUT, spec.output, last.output_bytes), (ERRORS, spec.errors, last.error_bytes)):
             if size and os.path.exists(path):
                 name = f"{spec.id}_{what}.jsonl"
                 self._state.files.publish(Path(path), name, "batch_output", derived_id(spec.id, what))
-        Path(spec.input).unlink(missing_ok=True)

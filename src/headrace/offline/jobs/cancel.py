@@ -1,11 +1,14 @@
 """Ending a job from outside the process that runs it."""
 
+import time
+from collections.abc import Callable
+
 from headrace.core.errors import EngineDead
 from headrace.offline.jobs.endpoint import Answer, Asked
 from headrace.offline.jobs.errors import JobBusy, JobError
 from headrace.offline.jobs.folder import JobFolder
 from headrace.offline.jobs.lines import URLS
-from headrace.offline.jobs.runner import JobRunner
+from headrace.offline.jobs.runner import JobRunner, Publish
 from headrace.offline.jobs.spec import JobState
 from headrace.offline.planning.admission import Admission
 from headrace.offline.planning.requests import JobRequests
@@ -49,13 +52,20 @@ async def cancel_job(folder: JobFolder) -> JobState:
         return state
 
 
-async def close_job(folder: JobFolder) -> JobState:
-    """End a job without an engine that is to be cancelled, or whose time is up.
+async def close_job(
+    folder: JobFolder, publish: Publish = lambda spec, state: None, clock: Callable[[], float] = time.time
+) -> JobState:
+    """End a job that is to be cancelled, or whose time is up, without an engine.
+
+    Args:
+        folder: of the job.
+        publish: as of `JobRunner`.
+        clock: as of `JobRunner`.
 
     Raises:
         JobBusy: another process runs it, and will end it.
     """
-    return await JobRunner(folder, Unserved(), _unordered, window=1).run()
+    return await JobRunner(folder, Unserved(), _unordered, window=1, publish=publish, clock=clock).run()
 
 
 def _unordered(requests: JobRequests) -> Admission:

@@ -100,9 +100,12 @@ class JobFolder:
         except JobBusy:
             return True
 
-    def remove(self) -> None:
-        """Delete the folder; input and results stay."""
-        shutil.rmtree(self.path)
+    def tidy(self, spec: JobSpec) -> None:
+        """Delete what a job that has ended needs no more: the spools, and an input that is its own."""
+        for path in (self.spool, self.rest):
+            path.unlink(missing_ok=True)
+        if Path(spec.input).parent == self.path:
+            Path(spec.input).unlink(missing_ok=True)
 
 
 def jobs_home() -> Path:

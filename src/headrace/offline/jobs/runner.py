@@ -22,7 +22,7 @@ from headrace.offline.jobs.optimum import Optimum
 from headrace.offline.jobs.output import answer_line, error_line
 from headrace.offline.jobs.progress import Pace, Progress
 from headrace.offline.jobs.results import FLUSH_BYTES, Result, ResultFiles
-from headrace.offline.jobs.spec import Ending, JobState
+from headrace.offline.jobs.spec import Ending, JobSpec, JobState
 from headrace.offline.jobs.spool import job_requests
 from headrace.offline.jobs.urgency import share_of
 from headrace.offline.jobs.validate import Validation, signed_digest
@@ -34,6 +34,10 @@ RETRY_SECONDS = 0.25
 TICK_SECONDS = 0.1
 MAX_ATTEMPTS = 3
 CLOSING_LINES = 1024
+
+
+#: Makes the results of a job, which lie where its spec says, known.
+Publish = Callable[[JobSpec, JobState], None]
 
 
 class Stopped(Exception):
@@ -52,6 +56,7 @@ class JobRunner:
         limit: bytes a line may have.
         pause: see `Validation`.
         tell: called after every commit.
+        publish: called once all results are in their files, before the job's end can be seen; again after a crash.
         clock: seconds since the epoch.
     """
 
@@ -66,11 +71,12 @@ class JobRunner:
         limit: int = MAX_LINE,
         pause: float = 0.0,
         tell: Callable[[Progress], None] = lambda progress: None,
+        publish: Publish = lambda spec, state: None,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._folder, self._endpoint, self._orders = folder, endpoint, orders
         self._window, self._limit, self._pause = window, limit, pause
-        self._tell, self._clock = tell, clock
+        self._tell, self._publish, self._clock = tell, publish, clock
         self._make_optimum = optimum
         self._optimum: Optimum | None = None
         self._wake = asyncio.Event()
@@ -324,10 +330,10 @@ class JobRunner:
             for row in rows:
                 files.add(Result(row.number, self._unrun(journal, job, row, ending), answered=False))
             files.flush()
+        self._publish(journal.spec, state)
         state.enter(ending, self._clock())
         files.flush()
-        for path in (self._folder.spool, self._folder.rest):
-            path.unlink(missing_ok=True)
+        self._folder.tidy(journal.spec)
         if not state.error_bytes:
             Path(journal.spec.errors).unlink(missing_ok=True)
 
