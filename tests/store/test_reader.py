@@ -2,7 +2,7 @@ import os
 import random
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,7 +13,7 @@ from headrace.store import tier_speed
 from headrace.store.buffers import BufferPool
 from headrace.store.header import PartHeader, record_sum
 from headrace.store.layout import HEADER_BYTES, KVLayout
-from headrace.store.load import FoundChunk, FoundPart, LoadFailed
+from headrace.store.load import Deliver, FoundChunk, FoundPart, LoadFailed, records_in
 from headrace.store.part import PartId, PartRange
 from headrace.store.reader import Reader, read_memory
 from headrace.store.tiers.dir import DirTier
@@ -50,11 +50,12 @@ class World:
         with self.lock:
             self.bad[tier, part, missing] += 1
 
-    def deliver(self, chunk: int, part: PartId, layer: int, record: memoryview) -> None:
+    def deliver(self, chunk: int, part: PartId, first: int, last: int, records: memoryview) -> None:
         with self.lock:
-            self.got[chunk, part, layer] += 1
-            if bytes(record) != self.data[part, layer]:
-                self.wrong.append((chunk, part, layer))
+            for layer, record in records_in(first, last, records, len(self.data[part, first])):
+                self.got[chunk, part, layer] += 1
+                if bytes(record) != self.data[part, layer]:
+                    self.wrong.append((chunk, part, layer))
 
     def chunk(
         self,
@@ -156,10 +157,10 @@ def test_several_loads_at_once_share_the_tiers(world: World) -> None:
     reader = world.reader()
     got: list[Counter[int]] = [Counter(), Counter()]
 
-    def into(number: int) -> Callable[[int, PartId, int, memoryview], None]:
-        def deliver(chunk: int, part: PartId, layer: int, record: memoryview) -> None:
-            world.deliver(chunk, part, layer, record)
-            got[number][layer] += 1
+    def into(number: int) -> Deliver:
+        def deliver(chunk: int, part: PartId, first: int, last: int, records: memoryview) -> None:
+            world.deliver(chunk, part, first, last, records)
+            got[number].update(range(first, last))
 
         return deliver
 
@@ -254,10 +255,10 @@ def test_a_stalled_tier_is_overtaken_and_its_memory_stays_its_own(world: World) 
     world.tiers[1].plan = FaultPlan(0, {Fault.READ_STALL: 1.0})
     pause = threading.Event()
 
-    def deliver(chunk: int, part: PartId, layer: int, record: memoryview) -> None:
+    def deliver(chunk: int, part: PartId, first: int, last: int, records: memoryview) -> None:
         while not world.tiers[1].injected:  # until the slow tier has taken something
             pause.wait(0.001)
-        world.deliver(chunk, part, layer, record)
+        world.deliver(chunk, part, first, last, records)
 
     load = reader.load(chunks, FULL, deliver)
     load.wait_all()
@@ -343,10 +344,11 @@ def test_tiers_whose_parts_were_computed_separately_are_both_right(world: World)
     world.chunk(1, tiers=(1,), seed=7)
     second = dict(world.data)
 
-    def deliver(chunk: int, part: PartId, layer: int, record: memoryview) -> None:
-        world.got[chunk, part, layer] += 1
-        if bytes(record) not in (first[part, layer], second[part, layer]):
-            world.wrong.append((chunk, part, layer))
+    def deliver(chunk: int, part: PartId, begin: int, end: int, records: memoryview) -> None:
+        for layer, record in records_in(begin, end, records, len(first[part, begin])):
+            world.got[chunk, part, layer] += 1
+            if bytes(record) not in (first[part, layer], second[part, layer]):
+                world.wrong.append((chunk, part, layer))
 
     for _ in range(20):
         reader.load([chunk] * 3, FULL, deliver).wait_all()
@@ -363,9 +365,11 @@ def test_loads_cancelled_at_random_moments_leave_nothing(world: World) -> None:
         over = threading.Event()
         started = threading.Event()
 
-        def deliver(chunk: int, part: PartId, layer: int, record: memoryview, over=over, started=started) -> None:
+        def deliver(
+            chunk: int, part: PartId, first: int, last: int, records: memoryview, over=over, started=started
+        ) -> None:
             assert not over.is_set(), "delivered after the cancel returned"
-            world.deliver(chunk, part, layer, record)
+            world.deliver(chunk, part, first, last, records)
             started.set()
 
         loads = reader.load_batch([(chunks, FULL, deliver), (chunks[:2], FULL, deliver)])
@@ -427,7 +431,7 @@ def test_a_delivery_that_raises_fails_its_load_only(world: World) -> None:
     reader = world.reader()
     chunks = [world.chunk(number) for number in range(3)]
 
-    def deliver(chunk: int, part: PartId, layer: int, record: memoryview) -> None:
+    def deliver(chunk: int, part: PartId, first: int, last: int, records: memoryview) -> None:
         if chunk == 1:
             raise ZeroDivisionError("a fault of ours")
 

@@ -136,9 +136,9 @@ class ReadPool(Generic[What]):
                 self._pause(tier)
         else:
             self.health[tier].succeeded()
-        if outcome is Outcome.OK:
+        if outcome in (Outcome.OK, Outcome.LATE):
             self.speeds[tier].observe(unit.nbytes, now - attempt.started)
-        if unit.state is not State.READING:
+        if unit.state is not State.READING or outcome is Outcome.LATE:
             return Verdict.LATE
         if outcome is Outcome.OK:
             self._end(unit, State.WON)
