@@ -50,7 +50,8 @@ def plan_units(
     counts: defaultdict[int, int] = defaultdict(int)
     layers: defaultdict[tuple[int, int], int] = defaultdict(int)
     chunk_layers = [0] * len(chunks)
-    append = load.units.append
+    cuts: dict[tuple[int, int, int], tuple[int, list[tuple[int, int, int]]]] = {}
+    number = load.number
     sizes: dict[tuple[int, int], int] = {}
     for index, chunk in enumerate(chunks):
         for found in chunk.parts:
@@ -62,8 +63,10 @@ def plan_units(
             if shape not in sizes:
                 sizes[shape] = layout.record_bytes(*shape)
             record = sizes[shape]
-            at_once = max(1, unit_bytes // record)
-            at_once = -(-(last - first) // -(-(last - first) // at_once))  # no short one at the end
+            area_of = (first, last, record)
+            if area_of not in cuts:
+                cuts[area_of] = _cut(first, last, record, unit_bytes)
+            at_once, pieces = cuts[area_of]
             part = PartId(chunk.key, found.range)
             source = PartSource(load, index, part, chunk.n_tokens, record, (first, last), at_once)
             holders = 0
@@ -71,9 +74,17 @@ def plan_units(
                 holders |= 1 << tier
             layers[first, last] += 1
             chunk_layers[index] += last - first
-            for begin in range(first, last, at_once):
-                end = min(begin + at_once, last)
-                append(ReadUnit(load.number, holders, begin, (end - begin) * record, (source, begin, end)))
-            counts[holders] += -(-(last - first) // at_once)
+            load.units += [
+                ReadUnit(number, holders, begin, nbytes, (source, begin, end)) for begin, end, nbytes in pieces
+            ]
+            counts[holders] += len(pieces)
     load.expect(layers, chunk_layers)
     return counts
+
+
+def _cut(first: int, last: int, record: int, unit_bytes: int) -> tuple[int, list[tuple[int, int, int]]]:
+    """How many layers are read at once, and of each unit the first layer, the layer after the last, and the bytes."""
+    at_most = max(1, unit_bytes // record)
+    at_once = -(-(last - first) // -(-(last - first) // at_most))  # no short one at the end
+    ends = [(begin, min(begin + at_once, last)) for begin in range(first, last, at_once)]
+    return at_once, [(begin, end, (end - begin) * record) for begin, end in ends]
