@@ -374,6 +374,7 @@ def test_a_failed_load_says_how_far_it_came_and_what_is_wrong_is_reported_once(w
     with pytest.raises(LoadFailed):
         load.wait(0)
     world.check(3)
+    reader.close()  # what is wrong is reported once others may go on
     assert world.bad[0, gone, True] == 1
     assert world.bad[1, gone, False] == 1
     assert set(world.bad) <= {(0, gone, True), (1, gone, False)}
