@@ -2,8 +2,8 @@
 
 An A100 with its data-sheet rates runs Llama-3-8B, counted as the paper counts (every weight multiplies every token).
 GEMM and decode attention overlap as NanoFlow measured it; a step's linears take at least the time of reading the
-weights. The baselines (`dfs`, `random`, ...) begin a prompt only when all that run will find room to their ends, by true
-lengths that a real one would not know. `blend*` knows the lengths, `blend` estimates them.
+weights. The baselines (`dfs`, `random`, ...) begin a prompt only when all that run will find room to their ends, by
+true lengths that a real one would not know. `blend*` knows the lengths, `blend` estimates them.
 """
 
 from collections.abc import Callable, Sequence

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headrace.offline.planning.lengths import LengthEstimator
+from headrace.offline.planning.prefixes import HeldPrefixes
 from headrace.offline.planning.requests import JobRequests
 from headrace.offline.planning.split import memory_split, peak_tokens
 from headrace.offline.planning.tree import Ints, PrefixTree, running_sums
@@ -36,6 +37,8 @@ _SURE = 0.8
 _WEIGHTY = 0.05
 #: Compute work is spent so much more slowly than estimates say, so that some is left beside the last long answers.
 _DOUBT = 1.3
+#: Standard deviation of an estimated length over its mean (own): so much of what runs together is kept free.
+_UNKNOWN = 0.4
 #: Requests looked at where the one at the end of the scan has no room.
 _LOOKAHEAD = 8
 _LEFT, _RIGHT = 0, 1
@@ -84,14 +87,17 @@ class BlendAdmission:
         self._remaining = count
         self._output = np.ones(count)  # estimated output tokens
         self._produced = np.zeros(count)
-        self._unique = np.zeros(count)  # prompt tokens that nothing before it in the scan leaves behind
+        self._prefixes = HeldPrefixes(self._tree, self._prompts)
+        self._unique = self._prefixes.unique
+        self._top = np.full(count, -1, np.int64)  # the subtree below the root that each is in
+        self._top[self._tree.leaves] = self._tree.top()
+        self._last = [-2, -2]  # the subtree that each side works on
         self._side = np.zeros(count, np.int8)
         self._under_way: dict[int, None] = {}
         self._reports = False  # whether progress is ever told
         self._finished = 0
         self._replan_at = 0
         self._step_rows: int | None = None
-        self._path = [0.0, 0.0]  # tokens of the shared prefix that each side works under
         self._sample = self._estimator.sample(seed).tolist()[::-1]
         #: Requests that a plan moved away from their prefix, by the last plan.
         self.split = 0
@@ -128,6 +134,7 @@ class BlendAdmission:
     def finish(self, request: int, output_tokens: int) -> None:
         """Take a request's end into account; plan anew when enough has been learnt."""
         del self._under_way[request]
+        self._prefixes.release(request)
         telling = self._estimator.observe(request, output_tokens)
         self._finished += 1
         if self._known or not self._remaining:
@@ -172,17 +179,17 @@ class BlendAdmission:
         memory = self._rates.memory(self._prompts, self._output)
         order = order_by_density(self._tree, compute, memory, self._rates)
         self.split = len(order.split)
-        shared = np.empty(len(self._waiting))
-        shared[order.requests] = order.shared
-        self._shared = shared
-        running = ~self._waiting
-        self._unique = np.where(running & (self._unique > 0), self._unique, self._prompts - shared)
-        kept = self._waiting[order.requests]
+        kept = np.flatnonzero(self._waiting[order.requests])
+        # A subtree that is being worked on stays at its end, whatever the new estimates say: its prefix is there.
+        top = self._top[order.requests[kept]]
+        place = np.where((top >= 0) & (top == self._last[_LEFT]), -1, 0)
+        place = np.where((top >= 0) & (top == self._last[_RIGHT]) & (place == 0), 1, place)
+        kept = kept[np.argsort(place, kind="stable")]
         self._scan: Ints = order.requests[kept]
         self._left, self._right = 0, len(self._scan) - 1
         self._sum_compute = running_sums(order.compute[kept])
         self._sum_memory = running_sums(order.memory[kept])
-        self._compute = np.empty(len(shared))
+        self._compute = np.empty(len(order.requests))
         self._compute[order.requests] = order.compute
         self._memory = memory
         area = self._prompts * self._output + self._output**2 / 2
@@ -252,6 +259,7 @@ class BlendAdmission:
         self._remaining -= 1
         self._side[request] = side
         self._under_way[request] = None
+        self._prefixes.hold(request)
         self._waiting_compute -= self._compute[request]
         self._waiting_memory -= self._memory[request]
         self._waiting_area -= self._area[request]
@@ -262,7 +270,11 @@ class BlendAdmission:
         ids = np.fromiter((*self._under_way, request), np.int64, len(self._under_way) + 1)
         current = self._unique[ids] + self._produced[ids] + PAGE / 2
         ahead = np.maximum(self._output[ids] - self._produced[ids], 0)
-        return peak_tokens(current, ahead, self._output[request]) <= self._kv
+        return peak_tokens(current, ahead, self._output[request]) <= self.room(request)
+
+    def room(self, request: int) -> float:
+        """Tokens of the pool beside the shared prefixes, were this request to begin."""
+        return self._kv - self._prefixes.tokens - self._prefixes.missing(request)
 
 
 class _State:
@@ -279,6 +291,7 @@ class _State:
         produced, output = plan._produced[ids], plan._output[ids]
         self._held = plan._unique[ids] + produced + PAGE / 2
         self._ahead = np.maximum(output - produced, 0.0)
+        self._spread = float(((_UNKNOWN * output) ** 2).sum())  # variance of what all will hold
         right = plan._side[ids] == _RIGHT
         usual = plan._unique[ids] + output / 2  # what a request holds on average
         self._used = [float(usual[~right].sum()), float(usual[right].sum())]
@@ -324,7 +337,8 @@ class _State:
         self._held = np.append(self._held, unique + PAGE / 2)
         self._ahead = np.append(self._ahead, output)
         self._used[self.side] += unique + output / 2
-        plan._path[self.side] = plan._shared[request]
+        self._spread += (_UNKNOWN * output) ** 2
+        plan._last[self.side] = int(plan._top[request])
 
     def _may(self, side: int, lacking: float) -> bool:
         if side == _LEFT and self._paced:
@@ -340,12 +354,13 @@ class _State:
         output = plan._output[request]
         held, ahead = np.append(self._held, plan._unique[request] + PAGE / 2), np.append(self._ahead, output)
         # What becomes of the others after its end is none of its doing.
-        return peak_tokens(held, ahead, output) + kept <= plan._kv - sum(plan._path)
+        spread = 0.0 if plan._known else (self._spread + (_UNKNOWN * output) ** 2) ** 0.5
+        return peak_tokens(held, ahead, output) + kept + spread <= plan.room(request)
 
     def _shares(self) -> tuple[float, float]:
         """Tokens of memory for each side."""
         plan = self.plan
-        memory = plan._kv - sum(plan._path)
+        memory = plan._kv - plan._prefixes.tokens
         first, last = plan._left, plan._right + 1
         middle = min(last, first + _WINDOW), max(first, last - _WINDOW)
         compute, read = plan._sum_compute, plan._sum_memory
