@@ -13,6 +13,7 @@ from headrace.bench.batch_orders import measure
 from headrace.bench.local_engine import LocalEngine, with_cache
 from headrace.core.config import EngineConfig, ModelConfig, StoreConfig
 from headrace.core.errors import ConfigError
+from headrace.perf.profile import load_or_default
 
 SMALL = Mix(6, 5, (96, 128), (4, 8), (1, 4), 12, (8, 16), (8, 24))
 PEER = (
@@ -50,7 +51,8 @@ def test_orders_are_measured_in_turn(tiny: Path, tmp_path: Path, monkeypatch: py
     script = tmp_path / "peer.py"
     script.write_text(PEER)
     command = f"{sys.executable} {script} {{requests}}"
-    result = measure(engine, job, ("fcfs", "dfs", "blend"), command, rounds=2)
+    profile = load_or_default("cpu", 2, "float32")
+    result = measure(engine, job, ("fcfs", "dfs", "blend"), command, rounds=2, profile=profile)
     summary = result.summary()
     assert summary["requests"] == len(job.items) == 42
     assert summary["output_tokens"] == sum(job.lengths)

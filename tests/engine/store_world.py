@@ -116,6 +116,7 @@ class MemoryStore:
         gate: closed, no record is delivered.
         hold_layer: with `gate` closed, layers before this one are delivered all the same.
         broken: parts that can be had no more: a load of them fails when it comes to `broken_layer`.
+        unit_layers: layers that are delivered at once.
         most: parts it takes; more saves are refused.
     """
 
@@ -123,6 +124,7 @@ class MemoryStore:
     hold_layer: int = 0
     broken: set[PartId] = field(default_factory=set)
     broken_layer: int = 0
+    unit_layers: int = 1
     most: int = 1 << 30
 
     def __post_init__(self) -> None:
@@ -162,27 +164,29 @@ class MemoryStore:
         return made
 
     def _bring(self, load: MemoryLoad, chunks: Sequence[FoundChunk], wanted: PartRange, deliver: Deliver) -> None:
-        for layer in wanted.layers:
+        for first in wanted.layers[:: self.unit_layers]:
+            last = min(first + self.unit_layers, wanted.last_layer)
             for number, chunk in enumerate(chunks):
-                while layer >= self.hold_layer and not self.gate.wait(0.01) and not load.cancelled:
+                while last > self.hold_layer and not self.gate.wait(0.01) and not load.cancelled:
                     pass
                 with load.changed:
                     if load.cancelled:
                         return
                     part = PartId(chunk.key, wanted)
-                    if part in self.broken and layer >= self.broken_layer:
+                    if part in self.broken and last > self.broken_layer:
                         load.broken = True
                         load.changed.notify_all()
                         return
                     load.delivering = True
-                record = self.parts[part][layer]
-                deliver(number, part, layer, memoryview(record))
+                records = b"".join(self.parts[part][layer] for layer in range(first, last))
+                deliver(number, part, first, last, memoryview(records))
                 with load.changed:
                     load.delivering = False
-                    load.left[layer] -= 1
-                    load.chunk_left[number] -= 1
-                    load.units -= 1
-                    load.bytes += len(record)
+                    for layer in range(first, last):
+                        load.left[layer] -= 1
+                    load.chunk_left[number] -= last - first
+                    load.units -= last - first
+                    load.bytes += len(records)
                     load.changed.notify_all()
 
     def save(self, spec: SaveSpec, pack: Pack) -> MemorySave | None:

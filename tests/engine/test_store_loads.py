@@ -74,7 +74,7 @@ def test_cold_warm_and_after_a_restart_the_tokens_are_the_same(
     assert tokens(drain(running, work())) == alone
     finish(running, parts, store)
     assert store.parts
-    again = MemoryStore(store.parts)
+    again = MemoryStore(store.parts, unit_layers=2)
     restarted, new = with_store(model, again, pipeline_depth=depth, max_num_batched_tokens=budget)
     deltas = drain(restarted, work())
     assert tokens(deltas) == alone

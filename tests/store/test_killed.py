@@ -1,3 +1,4 @@
+import math
 import random
 import subprocess
 import sys
@@ -8,6 +9,7 @@ import numpy as np
 import pytest
 from heavy_saves import CAPACITY, PART, SHAPE, WHOLE, content, open_store
 
+from headrace.store.load import records_in
 from headrace.store.maintenance import Inspector, verify
 from headrace.store.part import PartId
 
@@ -41,9 +43,10 @@ def check(store, part: PartId) -> None:  # type: ignore[no-untyped-def]
     """The part holds what its key says."""
     seen = set()
 
-    def deliver(chunk: int, of: PartId, layer: int, record: memoryview) -> None:
-        np.testing.assert_array_equal(np.frombuffer(record, np.float32).reshape(SHAPE), content(of.key, layer))
-        seen.add(layer)
+    def deliver(chunk: int, of: PartId, first: int, last: int, records: memoryview) -> None:
+        for layer, record in records_in(first, last, records, 4 * math.prod(SHAPE)):
+            np.testing.assert_array_equal(np.frombuffer(record, np.float32).reshape(SHAPE), content(of.key, layer))
+            seen.add(layer)
 
     store.load(store.lookup([part.key], WHOLE), WHOLE, deliver).wait_all()
     assert seen == set(WHOLE.layers)

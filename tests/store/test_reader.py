@@ -2,7 +2,7 @@ import os
 import random
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,7 +13,8 @@ from headrace.store import tier_speed
 from headrace.store.buffers import BufferPool
 from headrace.store.header import PartHeader, record_sum
 from headrace.store.layout import HEADER_BYTES, KVLayout
-from headrace.store.load import FoundChunk, FoundPart, LoadFailed
+from headrace.store.load import Deliver, FoundChunk, FoundPart, LoadFailed, records_in
+from headrace.store.native.library import NativeCopy, copy_rows
 from headrace.store.part import PartId, PartRange
 from headrace.store.reader import Reader, read_memory
 from headrace.store.tiers.dir import DirTier
@@ -39,10 +40,11 @@ class World:
         self.readers: list[Reader] = []
         self.lock = threading.Lock()
 
-    def reader(self, policy: str = "completion", buffers: BufferPool | None = None) -> Reader:
-        reader = Reader(
-            self.tiers, LAYOUT, policy, unit_bytes=UNIT, buffers=buffers or self.buffers, on_bad=self.on_bad
-        )
+    def reader(
+        self, policy: str = "completion", buffers: BufferPool | None = None, tiers: Sequence[Tier] = ()
+    ) -> Reader:
+        buffers = buffers or self.buffers
+        reader = Reader(tiers or self.tiers, LAYOUT, policy, unit_bytes=UNIT, buffers=buffers, on_bad=self.on_bad)
         self.readers.append(reader)
         return reader
 
@@ -50,11 +52,12 @@ class World:
         with self.lock:
             self.bad[tier, part, missing] += 1
 
-    def deliver(self, chunk: int, part: PartId, layer: int, record: memoryview) -> None:
+    def deliver(self, chunk: int, part: PartId, first: int, last: int, records: memoryview) -> None:
         with self.lock:
-            self.got[chunk, part, layer] += 1
-            if bytes(record) != self.data[part, layer]:
-                self.wrong.append((chunk, part, layer))
+            for layer, record in records_in(first, last, records, len(self.data[part, first])):
+                self.got[chunk, part, layer] += 1
+                if bytes(record) != self.data[part, layer]:
+                    self.wrong.append((chunk, part, layer))
 
     def chunk(
         self,
@@ -156,10 +159,10 @@ def test_several_loads_at_once_share_the_tiers(world: World) -> None:
     reader = world.reader()
     got: list[Counter[int]] = [Counter(), Counter()]
 
-    def into(number: int) -> Callable[[int, PartId, int, memoryview], None]:
-        def deliver(chunk: int, part: PartId, layer: int, record: memoryview) -> None:
-            world.deliver(chunk, part, layer, record)
-            got[number][layer] += 1
+    def into(number: int) -> Deliver:
+        def deliver(chunk: int, part: PartId, first: int, last: int, records: memoryview) -> None:
+            world.deliver(chunk, part, first, last, records)
+            got[number].update(range(first, last))
 
         return deliver
 
@@ -199,6 +202,86 @@ def test_a_part_on_one_tier_only_comes_from_there(world: World) -> None:
     load = reader.load(chunks, FULL, world.deliver)
     load.wait_all()
     assert load.bytes_by_tier() == (18 * LAYOUT.record_bytes(2, 32),) * 2
+
+
+class Native:
+    """Delivers by machine code: each unit has its memory, into which all attempts at it would copy."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.memory: dict[tuple[int, PartId, int], bytearray] = {}
+        self.lock = threading.Lock()
+
+    def __call__(self, chunk: int, part: PartId, first: int, last: int, records: memoryview) -> None:
+        raise AssertionError("there is machine code")
+
+    def copy(self, chunk: int, part: PartId, first: int, last: int, records: memoryview) -> NativeCopy:
+        with self.lock:
+            target = self.memory.setdefault((chunk, part, first), bytearray(len(records)))
+        return copy_rows(records, memoryview(target), len(records) // (last - first), last - first)
+
+    def arrived(self, chunk: int, part: PartId, first: int, last: int) -> None:
+        self.world.deliver(chunk, part, first, last, memoryview(self.memory[chunk, part, first]))
+
+
+@pytest.fixture(params=["in one call", "in two"])
+def native(request: pytest.FixtureRequest, world: World) -> tuple[Native, Reader]:
+    """With tiers that settle what they read, and with tiers that only read."""
+    plain = [tier.inner for tier in world.tiers]
+    return Native(world), world.reader(tiers=plain if request.param == "in one call" else world.tiers)
+
+
+def test_machine_code_copies_every_record_once(world: World, native: tuple[Native, Reader]) -> None:
+    deliver, reader = native
+    chunks = [world.chunk(number) for number in range(8)] + [world.chunk(8, n_tokens=5)]
+    load = reader.load(chunks, FULL, deliver)
+    for layer in range(6):
+        load.wait(layer)
+        assert all(world.got[chunk, PartId(chunks[chunk].key, FULL), layer] == 1 for chunk in range(9))
+    load.wait_all()
+    world.check(9)
+    assert sum(load.bytes_by_tier()) == 8 * 6 * LAYOUT.record_bytes(2, 32) + 6 * LAYOUT.record_bytes(2, 5)
+
+
+def test_machine_code_copies_nothing_wrong_and_other_tiers_help(world: World, native: tuple[Native, Reader]) -> None:
+    deliver, reader = native
+    chunks = [world.chunk(number) for number in range(6)]
+    for chunk, tiers in ((2, (0,)), (4, (0, 1))):
+        for tier in tiers:
+            file = world.file(tier, PartId(chunks[chunk].key, FULL))
+            blob = bytearray(file.read_bytes())
+            blob[HEADER_BYTES + 3 * LAYOUT.record_bytes(2, 32) + 7] ^= 1
+            file.write_bytes(blob)
+    lost = PartId(chunks[4].key, FULL)
+    for _ in range(10):
+        world.got.clear()
+        load = reader.load(chunks, FULL, deliver)
+        with pytest.raises(LoadFailed, match="cannot be had"):
+            load.wait_all()
+        assert load.good_chunks == 4
+        world.check(4)
+        assert world.got[4, lost, 2] == world.got[4, lost, 3] == 0, "they are one unit, and one of them is wrong"
+        assert not any(deliver.memory[4, lost, 2])
+
+
+def test_machine_code_copies_nothing_after_a_cancel(world: World, native: tuple[Native, Reader]) -> None:
+    _, reader = native
+    chunks = [world.chunk(number) for number in range(6)]
+    rng = random.Random(2)
+    seen = []
+    for round in range(40):
+        deliver = Native(world)
+        load = reader.load(chunks, FULL, deliver)
+        if round % 4:
+            load.wait(rng.randrange(6))
+        load.cancel()
+        assert load.done
+        seen.append((deliver, {unit: bytes(memory) for unit, memory in deliver.memory.items()}))
+    reader.close()
+    for deliver, before in seen:
+        for unit, memory in deliver.memory.items():
+            assert bytes(memory) == before.get(unit, bytes(len(memory)))
+    assert world.wrong == []
 
 
 FAULTS = {
@@ -254,10 +337,10 @@ def test_a_stalled_tier_is_overtaken_and_its_memory_stays_its_own(world: World) 
     world.tiers[1].plan = FaultPlan(0, {Fault.READ_STALL: 1.0})
     pause = threading.Event()
 
-    def deliver(chunk: int, part: PartId, layer: int, record: memoryview) -> None:
+    def deliver(chunk: int, part: PartId, first: int, last: int, records: memoryview) -> None:
         while not world.tiers[1].injected:  # until the slow tier has taken something
             pause.wait(0.001)
-        world.deliver(chunk, part, layer, record)
+        world.deliver(chunk, part, first, last, records)
 
     load = reader.load(chunks, FULL, deliver)
     load.wait_all()
@@ -291,6 +374,7 @@ def test_a_failed_load_says_how_far_it_came_and_what_is_wrong_is_reported_once(w
     with pytest.raises(LoadFailed):
         load.wait(0)
     world.check(3)
+    reader.close()  # what is wrong is reported once others may go on
     assert world.bad[0, gone, True] == 1
     assert world.bad[1, gone, False] == 1
     assert set(world.bad) <= {(0, gone, True), (1, gone, False)}
@@ -343,10 +427,11 @@ def test_tiers_whose_parts_were_computed_separately_are_both_right(world: World)
     world.chunk(1, tiers=(1,), seed=7)
     second = dict(world.data)
 
-    def deliver(chunk: int, part: PartId, layer: int, record: memoryview) -> None:
-        world.got[chunk, part, layer] += 1
-        if bytes(record) not in (first[part, layer], second[part, layer]):
-            world.wrong.append((chunk, part, layer))
+    def deliver(chunk: int, part: PartId, begin: int, end: int, records: memoryview) -> None:
+        for layer, record in records_in(begin, end, records, len(first[part, begin])):
+            world.got[chunk, part, layer] += 1
+            if bytes(record) not in (first[part, layer], second[part, layer]):
+                world.wrong.append((chunk, part, layer))
 
     for _ in range(20):
         reader.load([chunk] * 3, FULL, deliver).wait_all()
@@ -363,9 +448,11 @@ def test_loads_cancelled_at_random_moments_leave_nothing(world: World) -> None:
         over = threading.Event()
         started = threading.Event()
 
-        def deliver(chunk: int, part: PartId, layer: int, record: memoryview, over=over, started=started) -> None:
+        def deliver(
+            chunk: int, part: PartId, first: int, last: int, records: memoryview, over=over, started=started
+        ) -> None:
             assert not over.is_set(), "delivered after the cancel returned"
-            world.deliver(chunk, part, layer, record)
+            world.deliver(chunk, part, first, last, records)
             started.set()
 
         loads = reader.load_batch([(chunks, FULL, deliver), (chunks[:2], FULL, deliver)])
@@ -427,7 +514,7 @@ def test_a_delivery_that_raises_fails_its_load_only(world: World) -> None:
     reader = world.reader()
     chunks = [world.chunk(number) for number in range(3)]
 
-    def deliver(chunk: int, part: PartId, layer: int, record: memoryview) -> None:
+    def deliver(chunk: int, part: PartId, first: int, last: int, records: memoryview) -> None:
         if chunk == 1:
             raise ZeroDivisionError("a fault of ours")
 

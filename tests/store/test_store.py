@@ -57,8 +57,8 @@ def load(store: KVStore, keys: list[bytes]) -> list[np.ndarray]:
     chunks = store.lookup(keys, WHOLE)
     arrived = [np.full(SHAPE, np.nan, np.float32) for _ in chunks]
 
-    def deliver(chunk: int, part: PartId, layer: int, record: memoryview) -> None:
-        arrived[chunk][layer] = np.frombuffer(record, np.float32).reshape(SHAPE[1:])
+    def deliver(chunk: int, part: PartId, first: int, last: int, records: memoryview) -> None:
+        arrived[chunk][first:last] = np.frombuffer(records, np.float32).reshape(-1, *SHAPE[1:])
 
     loading = store.load(chunks, WHOLE, deliver)
     loading.wait_all()

@@ -18,6 +18,7 @@ from headrace.bench.workload import write_requests
 from headrace.core.errors import HeadraceError
 from headrace.offline.plan_report import Plan, Target, make_plan
 from headrace.offline.planning.admission import make_admission
+from headrace.perf.profile import DeviceProfile
 
 #: The order that is compared with the others.
 OURS = "blend"
@@ -92,6 +93,7 @@ def measure(
     peer_command: str | None = None,
     rounds: int = 3,
     salt: str = "",
+    profile: DeviceProfile | None = None,
 ) -> Orders:
     """Run a job in each order, in turn, then by the peer as it is and in the depth-first order.
 
@@ -102,12 +104,14 @@ def measure(
         peer_command: as of `CommandPeer`; None: no peer.
         rounds: how often.
         salt: tells jobs apart that run on the same engine.
+        profile: of the device; None: as it was measured, or is now.
 
     Raises:
         HeadraceError: orders gave different outputs.
     """
     info, limits = engine.info, engine.config.scheduler
-    profile, kv_tokens = roofline_profile(info, engine.config), info.pages * info.page_size
+    profile = profile or roofline_profile(info, engine.config)
+    kv_tokens = info.pages * info.page_size
     target = Target(profile, engine.shape, kv_tokens, limits.max_num_seqs, limits.max_num_batched_tokens)
     lengths = np.array(job.lengths, np.int64)
     plan = make_plan(job.requests, lengths, target, orders)

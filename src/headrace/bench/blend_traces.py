@@ -1,9 +1,9 @@
 """Traces like BlendServe's: BurstGPT, MMLU and OpenVid mixed to a wanted compute density and prefix sharing.
 
 None of the three can be had with its texts, so requests are made from what the paper says of them (mean lengths,
-sharing, density). Ours, where it says nothing: lengths are log-normal; MMLU's subjects have 128 questions each; the
-prompts of a source begin with a few words of their own, as those of one job do, so a depth-first walk meets the sources
-one after another.
+sharing, density). Ours, where it says nothing: lengths are log-normal; how many questions of MMLU share their examples;
+the prompts of a source begin with a few words of their own, as those of one job do, so a depth-first walk meets the
+sources one after another.
 """
 
 from dataclasses import dataclass
@@ -21,8 +21,12 @@ POINTS = ((1.4, 0.35), (0.9, 0.35), (1.4, 0.05), (0.9, 0.05))
 SOURCES = ("burstgpt", "mmlu", "openvid")
 
 _HEADER = 4  # tokens every prompt of a source begins with
-_SUBJECT, _QUESTIONS = 700, 128  # MMLU: five solved examples, and questions that follow the same ones
+_MMLU_PROMPT, _MMLU_SHARING = 804, 0.8646
 _VIDEO_TOKENS = 16_000
+#: Questions of MMLU that follow the same examples (own). MMLU has 57 subjects; so few sets of examples would stay in
+#: the pool even in random order, for a trace of 40,000 requests has too few videos to fill it. With this number random
+#: order loses as much of the sharing as the paper measured on its ten times longer traces, whose videos fill the pool.
+QUESTIONS = 14
 #: Spread of OpenVid's lengths, as standard deviation over mean (own).
 VIDEO_SPREAD = 0.3
 _VOCABULARY = 128_000
@@ -51,6 +55,7 @@ def make_trace(
     seed: int = 0,
     spread: float = VIDEO_SPREAD,
     walk: tuple[int, int, int] = (0, 1, 2),
+    questions: int = QUESTIONS,
 ) -> Trace:
     """Requests of the three sources in such numbers that density and sharing of the whole are as wanted.
 
@@ -62,10 +67,17 @@ def make_trace(
         seed: of all random choices.
         spread: of the lengths of OpenVid's outputs.
         walk: in which order a depth-first walk meets the sources.
+        questions: of MMLU that follow the same examples.
     """
     rng = np.random.default_rng(seed)
-    prompts, outputs = _lengths(rng, count, spread)
-    numbers = _numbers(density, sharing, count, rates, prompts, outputs)
+    examples = round(_MMLU_SHARING * _MMLU_PROMPT / (1 - 1 / questions))
+    if not _HEADER < examples < _MMLU_PROMPT:
+        raise ValueError(
+            f"{questions} questions a subject cannot share {_MMLU_SHARING:.0%} of their prompts; take more"
+        )
+    prompts, outputs = _lengths(rng, count, spread, examples)
+    saved = (_HEADER, examples * (1 - 1 / questions) + _HEADER / questions, _HEADER)
+    numbers = _numbers(density, sharing, count, rates, prompts, outputs, saved)
     source = rng.permutation(np.repeat(np.arange(3), numbers))
     p, d = np.empty(count, np.int64), np.empty(count, np.int64)
     for kind in range(3):
@@ -79,28 +91,28 @@ def make_trace(
         header[0] = walk.index(kind)
         at = offsets[:-1][source == kind]
         tokens[at[:, None] + np.arange(_HEADER)] = header
-    questions = np.flatnonzero(source == 1)
-    for begin in range(0, len(questions), _QUESTIONS):
-        text = rng.integers(100, _VOCABULARY, _SUBJECT - _HEADER, dtype=np.int32)
-        at = offsets[:-1][questions[begin : begin + _QUESTIONS]] + _HEADER
+    mmlu = rng.permutation(np.flatnonzero(source == 1))
+    for begin in range(0, len(mmlu), questions):
+        text = rng.integers(100, _VOCABULARY, examples - _HEADER, dtype=np.int32)
+        at = offsets[:-1][mmlu[begin : begin + questions]] + _HEADER
         tokens[at[:, None] + np.arange(len(text))] = text
-    limits = np.array([4096, 16, 4 * _VIDEO_TOKENS], np.int32)[source]
+    limits = np.array([4096, 16, 2 * _VIDEO_TOKENS], np.int32)[source]
     requests = JobRequests(tokens, offsets, limits, source.astype(np.int32))
     return Trace(requests, np.minimum(d, limits), source)
 
 
-def _lengths(rng: np.random.Generator, count: int, spread: float) -> tuple[list[Ints], list[Ints]]:
-    """Prompt and output tokens of `count` requests of each source."""
+def _lengths(rng: np.random.Generator, count: int, spread: float, examples: int) -> tuple[list[Ints], list[Ints]]:
+    """Prompt and output tokens of `count` requests of each source; MMLU's prompts begin with `examples` tokens."""
     prompts = [
         _log_normal(rng, 244, 1.2, count, _HEADER + 1, 8000),
-        _SUBJECT + _log_normal(rng, 104, 0.5, count, 8, 1000),
+        examples + _log_normal(rng, _MMLU_PROMPT - examples, 0.5, count, 4, 1000),
         _log_normal(rng, 121, 0.3, count, _HEADER + 1, 1000),
     ]
     outputs = [
         # The spread that brings BurstGPT's density from the 31 of its means to the paper's 17.78.
         _log_normal(rng, 27, 3.6, count, 1, 4096),
         np.full(count, 2, np.int64),
-        _log_normal(rng, _VIDEO_TOKENS, spread, count, 16, 4 * _VIDEO_TOKENS),
+        _log_normal(rng, _VIDEO_TOKENS, spread, count, 16, 2 * _VIDEO_TOKENS),
     ]
     return prompts, outputs
 
@@ -114,7 +126,13 @@ def _log_normal(rng: np.random.Generator, mean: float, spread: float, count: int
 
 
 def _numbers(
-    density: float, sharing: float, count: int, rates: CostRates, prompts: list[Ints], outputs: list[Ints]
+    density: float,
+    sharing: float,
+    count: int,
+    rates: CostRates,
+    prompts: list[Ints],
+    outputs: list[Ints],
+    saved: tuple[float, float, float],
 ) -> Ints:
     """How many requests of each source: three linear conditions, in the means of those that are taken."""
     numbers = np.full(3, count)
@@ -126,17 +144,23 @@ def _numbers(
             rates,
             [p[: max(1, n)] for p, n in zip(prompts, numbers)],
             [d[: max(1, n)] for d, n in zip(outputs, numbers)],
+            saved,
         )
     return numbers
 
 
 def _solved(
-    density: float, sharing: float, count: int, rates: CostRates, prompts: list[Ints], outputs: list[Ints]
+    density: float,
+    sharing: float,
+    count: int,
+    rates: CostRates,
+    prompts: list[Ints],
+    outputs: list[Ints],
+    saved: tuple[float, float, float],
 ) -> Ints:
     compute = [float(rates.compute(p, d).mean()) for p, d in zip(prompts, outputs)]
     memory = [float(rates.memory(p, d).mean()) for p, d in zip(prompts, outputs)]
     length = [float(p.mean()) for p in prompts]
-    saved = [_HEADER, _SUBJECT * (1 - 1 / _QUESTIONS) + _HEADER / _QUESTIONS, _HEADER]
     conditions = np.array(
         [
             [(1 - sharing) * c - density * m for c, m in zip(compute, memory)],

@@ -16,6 +16,7 @@ import numpy as np
 from headrace.bench.local_engine import with_scheduler
 from headrace.bench.parity_prompts import random_prompts
 from headrace.bench.progress import progress
+from headrace.bench.row_copier import RowCopier
 from headrace.bench.store_chunks import chunk_bytes, scratch_tiers, whole
 from headrace.core.config import EngineConfig, StoreConfig
 from headrace.core.errors import ConfigError, HeadraceError
@@ -23,7 +24,7 @@ from headrace.core.events import Delta
 from headrace.core.request import Request
 from headrace.core.sampling import SamplingParams
 from headrace.store.layout import KVLayout
-from headrace.store.load import Deliver, FoundChunk, Load
+from headrace.store.load import Deliver, FoundChunk, Load, NativeDeliver
 from headrace.store.opening import OpenedStore
 from headrace.store.part import PartId, PartRange
 from headrace.store.save import Pack, Save, SaveSpec
@@ -73,12 +74,26 @@ class TracedStore(KVStore):
 
     def noting(self, deliver: Deliver) -> Deliver:
         """The same, and the arrival goes into the trace."""
+        assert isinstance(deliver, NativeDeliver)
+        return _Noting(deliver, self.trace)
 
-        def noting(chunk: int, part: PartId, layer: int, record: memoryview) -> None:
-            deliver(chunk, part, layer, record)
-            self.trace.arrived[layer] = time.perf_counter()
 
-        return noting
+class _Noting:
+    def __init__(self, deliver: NativeDeliver, trace: Trace) -> None:
+        self._deliver = deliver
+        self._trace = trace
+        self.copy = deliver.copy
+
+    def __call__(self, chunk: int, part: PartId, first: int, last: int, records: memoryview) -> None:
+        self._deliver(chunk, part, first, last, records)
+        self._note(first, last)
+
+    def arrived(self, chunk: int, part: PartId, first: int, last: int) -> None:
+        self._deliver.arrived(chunk, part, first, last)
+        self._note(first, last)
+
+    def _note(self, first: int, last: int) -> None:
+        self._trace.arrived.update(dict.fromkeys(range(first, last), time.perf_counter()))
 
 
 class _TracedSave:
@@ -221,9 +236,7 @@ class _Bench:
             self._engine = self._open(inner)
             stack.callback(self._close)
             self._stack = stack.pop_all()
-        layout = self._store.layout
-        record = layout.payload_bytes(layout.kv_heads, layout.chunk_tokens)
-        self._memory = np.empty((self._prefix_tokens // layout.chunk_tokens, record), np.uint8)
+        self._copier = RowCopier(self._store.layout)
         stream = random_prompts(self._engine.info.vocab_size, [2 * self._prefix_tokens], 1, seed=5)[0].prompt
         self._prefixes = stream[: self._prefix_tokens], stream[self._prefix_tokens :]
         return self
@@ -280,12 +293,9 @@ class _Bench:
         trace = store.trace = Trace()
         begun = time.perf_counter()
         found = store.lookup(store.keys(np.array(self._prefixes[number], np.int32)), area, count=False)
-        store.load(found, area, store.noting(self._copy)).wait_all()
+        store.load(found, area, store.noting(self._copier)).wait_all()
         seconds = time.perf_counter() - begun
         return Timed(seconds, _since(begun, trace.arrived))
-
-    def _copy(self, chunk: int, part: PartId, layer: int, record: memoryview) -> None:
-        np.copyto(self._memory[chunk], np.frombuffer(record, np.uint8))
 
     def _run(self, prompt: list[int]) -> Timed:
         self._asked += 1

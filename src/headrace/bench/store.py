@@ -1,7 +1,7 @@
 """Reads from several tiers at once, beside what each tier gives alone, alternating in the same run."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
@@ -9,11 +9,12 @@ from typing import Any
 import numpy as np
 
 from headrace.bench.progress import progress
+from headrace.bench.row_copier import RowCopier
 from headrace.bench.store_chunks import whole
 from headrace.store.layout import KVLayout
-from headrace.store.load import Deliver, FoundChunk
-from headrace.store.part import PartId
-from headrace.store.reader import UNIT_BYTES, LoadRequest, Reader
+from headrace.store.load import FoundChunk
+from headrace.store.plan_units import LEAST_BYTES
+from headrace.store.reader import LoadRequest, Reader
 from headrace.store.tiers.throttled import ThrottledTier
 from headrace.store.tiers.tier import Tier
 
@@ -32,14 +33,14 @@ class Workload:
         layout: of the chunks.
         chunks: what lies on every tier.
         requests: loads in a step; each reads all chunks.
-        unit_bytes: bytes read at once.
+        unit_bytes: bytes read at once; None: as the reader sees fit.
         hedge: whether slow reads are issued again elsewhere.
     """
 
     layout: KVLayout
     chunks: Sequence[FoundChunk]
     requests: int
-    unit_bytes: int = UNIT_BYTES
+    unit_bytes: int | None = None
     hedge: bool = True
 
 
@@ -191,7 +192,7 @@ def read(tiers: Sequence[Tier], workload: Workload, policy: str) -> ReadRun:
 def step_cost(tiers: Sequence[Tier], workload: Workload, policy: str) -> float:
     """Milliseconds of CPU time that the ordering thread spends on a step with 1,000 pending units, waits included."""
     layout = workload.layout
-    at_once = max(1, workload.unit_bytes // layout.record_bytes(layout.kv_heads, layout.chunk_tokens))
+    at_once = max(1, (workload.unit_bytes or LEAST_BYTES) // layout.record_bytes(layout.kv_heads, layout.chunk_tokens))
     units = -(-layout.layers // at_once)
     count = -(-_STEP_UNITS // units)
     chunks = [workload.chunks[number % len(workload.chunks)] for number in range(count)]
@@ -222,18 +223,7 @@ def _reader(tiers: Sequence[Tier], workload: Workload, policy: str) -> Reader:
 def _request(chunks: Sequence[FoundChunk], n_tiers: int, layout: KVLayout) -> LoadRequest:
     here = tuple(range(n_tiers))
     found = [replace(chunk, parts=tuple(replace(part, tiers=here) for part in chunk.parts)) for chunk in chunks]
-    return found, whole(layout), _copier(layout)
-
-
-def _copier(layout: KVLayout, slots: int = 32) -> Deliver:
-    """Copies records to memory that no cache holds, as an engine does."""
-    planes = np.empty((slots, layout.payload_bytes(layout.kv_heads, layout.chunk_tokens)), np.uint8)
-    copy: Callable[[Any, Any], None] = np.copyto
-
-    def deliver(chunk: int, part: PartId, layer: int, record: memoryview) -> None:
-        copy(planes[(chunk * layout.layers + layer) % slots], np.frombuffer(record, np.uint8))
-
-    return deliver
+    return found, whole(layout), RowCopier(layout)
 
 
 def _gb(rate: float) -> float:

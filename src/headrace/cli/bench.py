@@ -9,6 +9,7 @@ import typer
 from headrace.bench.report import report
 from headrace.cli.bench_batch_online import bench_batch_online
 from headrace.cli.bench_batch_orders import bench_batch_orders
+from headrace.cli.bench_blend_sim import bench_blend_sim
 from headrace.cli.bench_bursty import bench_bursty
 from headrace.cli.bench_client import bench_serve
 from headrace.cli.bench_long_doc_qa import bench_long_doc_qa
@@ -34,6 +35,7 @@ bench.command("bursty", cls=Command)(bench_bursty)
 bench.command("store", cls=Command)(bench_store)
 bench.command("restore", cls=Command)(bench_restore)
 bench.command("batch-orders", cls=Command)(bench_batch_orders)
+bench.command("blend-sim", cls=Command)(bench_blend_sim)
 bench.command("pipeline", cls=Command)(bench_pipeline)
 
 Plot = Annotated[Path | None, typer.Option("--plot", metavar="FILE", help="draw the result (needs headrace[plot])")]

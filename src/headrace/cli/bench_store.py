@@ -34,7 +34,9 @@ def bench_store(
     kv_heads: Annotated[int, typer.Option(min=1, help="kv heads of a layer")] = 3,
     head_dim: Annotated[int, typer.Option(min=1, help="elements of a key")] = 64,
     dtype: Annotated[str, typer.Option(metavar="float32|bfloat16|float16", help="of the KV")] = "float32",
-    unit_size: Annotated[str, typer.Option(metavar="SIZE", help="bytes read at once")] = "512KiB",
+    unit_size: Annotated[
+        str | None, typer.Option(metavar="SIZE", help="bytes read at once; default: by the size of the step")
+    ] = None,
     rounds: Annotated[int, typer.Option(min=1, help="repetitions, alternating; medians are reported")] = 3,
     plot: Annotated[Path | None, typer.Option(metavar="FILE", help="draw the result (needs headrace[plot])")] = None,
     json: Json = False,
@@ -54,7 +56,7 @@ def bench_store(
     if disk is not None and tier:
         raise ConfigError("--disk and --tier exclude each other; give one")
     try:
-        unit_bytes = parse_size(unit_size)
+        unit_bytes = None if unit_size is None else parse_size(unit_size)
     except ValueError as error:
         raise ConfigError(f"--unit-size: {error}") from None
     layout = KVLayout("be" * 32, layers, kv_heads, head_dim, dtype)

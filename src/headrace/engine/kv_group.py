@@ -13,7 +13,7 @@ from headrace.engine.pages import PageAllocator
 from headrace.engine.planes import DevicePlanes, HostPlanes, Planes
 from headrace.engine.prefix_index import PrefixIndex
 from headrace.engine.sequence import Sequence
-from headrace.kernels.attention import AttentionBackend
+from headrace.kernels.attention import AttentionBackend, LayerPlanes
 
 RESERVE_FACTOR = 4
 
@@ -128,6 +128,13 @@ class KVGroup:
     def planes(self, layer: int) -> tuple[Any, Any]:
         """K and V planes of a model layer, `[heads, pages, *page_shape]` each, zero copy."""
         return self._views[layer]
+
+    def span(self, layers: range, heads: range) -> tuple[LayerPlanes, LayerPlanes]:
+        """K and V planes of adjacent model layers and kv heads of the group, none of them released; zero copy."""
+        first_layer, first_head = self.shape.layers.start, self.shape.heads.start
+        own_layers = range(layers.start - first_layer, layers.stop - first_layer)
+        own_heads = range(heads.start - first_head, heads.stop - first_head)
+        return self._k.layers(own_layers, own_heads), self._v.layers(own_layers, own_heads)
 
     def commit(self, nbytes: int) -> None:
         """Have the memory of the pages that are given out first ready, about so many bytes of it.

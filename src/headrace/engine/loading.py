@@ -16,6 +16,7 @@ from headrace.engine.outcome import LoadOrder
 from headrace.engine.split_load import SplitLoad
 from headrace.kernels.attention import AttentionBackend
 from headrace.store.load import Deliver, FoundChunk, Load, LoadFailed
+from headrace.store.native.library import NativeCopy
 from headrace.store.part import PartId, PartRange
 
 #: A forward pass that stood still for so long for a load that brings nothing is given up; the load goes on.
@@ -58,15 +59,14 @@ class Arrivals(threading.Condition):
 class PrefixLoad:
     """One sequence's load: the one owner of everything that still writes to the sequence's pages.
 
-    Reading threads call `deliver`; all else belongs to the thread of the step loop, but `wait`, which a span elsewhere
-    may call.
+    Reading threads call `target` and `arrived`; all else belongs to the thread of the step loop, but `wait`, which a
+    span elsewhere may call.
 
     Args:
         order: whose, and which tokens.
         chunks: what the store found, from the chunk in which `order.start` lies.
         chunk_tokens: tokens of a stored chunk.
         group: where the KV goes.
-        backend: copies records into pages.
         come: what has come of all loads.
     """
 
@@ -78,14 +78,13 @@ class PrefixLoad:
         chunks: Seq[FoundChunk],
         chunk_tokens: int,
         group: KVGroup,
-        backend: AttentionBackend,
         come: Arrivals,
     ) -> None:
         self.order = order
         self.chunks = chunks
         self.first_chunk = order.start // chunk_tokens
         self._chunk_tokens = chunk_tokens
-        self._group, self._backend = group, backend
+        self._group = group
         self._part = part_of(group)
         per_chunk = chunk_tokens // group.shape.page_size
         self._pages: list[NDArray[np.int64]] = [
@@ -108,31 +107,40 @@ class PrefixLoad:
         self._last = 0  # records of all loads when the last came
         self.stalled = False
 
-    def deliver(self, chunk: int, part: PartId, layer: int, record: memoryview) -> None:
-        """Copy a record into its pages. See `store.load.Deliver`."""
-        planes = self._group.planes(layer)
-        first = max(0, self.order.start - (self.first_chunk + chunk) * self._chunk_tokens)
-        n_tokens = self.chunks[chunk].n_tokens
-        k, v, record = self._overlap(planes, part.range, record, n_tokens)
-        self._backend.load_record(k, v, self._pages[chunk], first, n_tokens, record)
+    def target(self, chunk: int, part: PartId, first: int, last: int, records: memoryview) -> tuple[Any, ...]:
+        """Where the records of some layers go, all heads that the part and the group have in common.
+
+        Returns:
+            The arguments of `AttentionBackend.load_records`.
+        """
+        own, has = self._part, part.range
+        heads = range(max(has.first_head, own.first_head), min(has.last_head, own.last_head))
+        begin = max(0, self.order.start - (self.first_chunk + chunk) * self._chunk_tokens)
+        return (
+            *self._group.span(range(first, last), heads),
+            self._pages[chunk],
+            begin,
+            self.chunks[chunk].n_tokens,
+            records,
+            has.last_head - has.first_head,
+            heads.start - has.first_head,
+        )
+
+    def arrived(self, first: int, last: int) -> None:
+        """Records of some layers of a part are in their pages."""
         with self._come:
-            self._missing[layer] -= 1
-            self._delivered += 1
+            complete = False
+            for layer in range(first, last):
+                self._missing[layer] -= 1
+                complete |= not self._missing[layer]
+            self._delivered += last - first
             self._moved = time.monotonic()
-            self._come.records += 1
+            self._come.records += last - first
             self._last = self._come.records
             if self._first is None:
                 self._first = self._moved, self._last
-            if self._missing[layer] == 0:
+            if complete:
                 self._come.notify_all()
-
-    def deliver_to(self, first: int) -> Deliver:
-        """`deliver` for a load that begins with chunk `first` of this one."""
-
-        def deliver(chunk: int, part: PartId, layer: int, record: memoryview) -> None:
-            self.deliver(first + chunk, part, layer, record)
-
-        return deliver
 
     def take(self) -> bool:
         """Take the first chunk back, for the model; False when it has come, or is not to be taken back."""
@@ -216,20 +224,28 @@ class PrefixLoad:
         good = self.load.good_chunks
         return max(self.order.start, min(self.order.end, (self.first_chunk + good) * self._chunk_tokens if good else 0))
 
-    def _overlap(
-        self, planes: tuple[Any, Any], part: PartRange, record: memoryview, n_tokens: int
-    ) -> tuple[Any, Any, memoryview]:
-        """Planes and a record of the heads that the part and the group have in common; mostly all of both."""
-        own = self._part
-        first, last = max(part.first_head, own.first_head), min(part.last_head, own.last_head)
-        k, v = planes
-        if (first, last) != (own.first_head, own.last_head):
-            k, v = (x[first - own.first_head : last - own.first_head] for x in planes)
-        if (first, last) != (part.first_head, part.last_head):
-            heads = part.last_head - part.first_head
-            raw = np.frombuffer(record, np.uint8).reshape(2, heads, -1)
-            record = memoryview(raw[:, first - part.first_head : last - part.first_head].tobytes())
-        return k, v, record
+
+class Delivery:
+    """Takes the records of a load that begins with chunk `first` of a prefix's. See `store.load.NativeDeliver`."""
+
+    def __init__(self, item: PrefixLoad, backend: AttentionBackend, first: int = 0) -> None:
+        self._item = item
+        self._backend = backend
+        self._first = first
+
+    def __call__(self, chunk: int, part: PartId, first: int, last: int, records: memoryview) -> None:
+        """Copy records into their pages."""
+        self._backend.load_records(*self._item.target(self._first + chunk, part, first, last, records))
+        self._item.arrived(first, last)
+
+    def copy(self, chunk: int, part: PartId, first: int, last: int, records: memoryview) -> NativeCopy | None:
+        """What copies records into their pages."""
+        call = self._backend.records_call(*self._item.target(self._first + chunk, part, first, last, records))
+        return None if call is None else NativeCopy(*call)
+
+    def arrived(self, chunk: int, part: PartId, first: int, last: int) -> None:
+        """Records are in their pages."""
+        self._item.arrived(first, last)
 
 
 class Loads:
@@ -270,7 +286,7 @@ class Loads:
             if batch and together + nbytes > TOGETHER_BYTES:
                 self._start(batch)
                 batch, together = [], 0
-            batch.append(PrefixLoad(order, found, self._chunk_tokens, self._group, self._backend, self._come))
+            batch.append(PrefixLoad(order, found, self._chunk_tokens, self._group, self._come))
             together += nbytes
         if batch:
             self._start(batch)
@@ -283,19 +299,19 @@ class Loads:
             found: its chunks; those before number `sure` come one by one, the last first, and may be taken back.
             sure: see above; those from here on come first, layer by layer.
         """
-        item = PrefixLoad(order, found, self._chunk_tokens, self._group, self._backend, self._come)
+        item = PrefixLoad(order, found, self._chunk_tokens, self._group, self._come)
         self.started += 1
         loads: list[tuple[int, Load]] = []
         for first, last in ((sure, len(found)), *((chunk, chunk + 1) for chunk in range(sure - 1, -1, -1))):
             if first < last:
-                one = self._store.load_batch([(found[first:last], self._part, item.deliver_to(first))])
+                one = self._store.load_batch([(found[first:last], self._part, Delivery(item, self._backend, first))])
                 loads.append((last - first, one[0]))
         item.load = SplitLoad(loads[::-1])
         self._active[order.seq.id] = item
 
     def _start(self, batch: Seq[PrefixLoad]) -> None:
         self.started += len(batch)
-        loads = self._store.load_batch([(item.chunks, self._part, item.deliver) for item in batch])
+        loads = self._store.load_batch([(item.chunks, self._part, Delivery(item, self._backend)) for item in batch])
         for item, load in zip(batch, loads, strict=True):
             item.load = load
             self._active[item.order.seq.id] = item

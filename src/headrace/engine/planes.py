@@ -9,6 +9,8 @@ import numpy as np
 import torch
 from numpy.typing import DTypeLike, NDArray
 
+from headrace.kernels.attention import LayerPlanes
+
 PAGE_BYTES = mmap.PAGESIZE
 _MADV_POPULATE_WRITE = 23  # Linux 5.14; not in the standard library's `mmap` yet
 
@@ -18,6 +20,10 @@ class Planes(Protocol):
 
     def layer(self, layer: int) -> Any:
         """The planes of one layer (index within the group), `[heads, pages, *page_shape]`, zero copy."""
+        ...
+
+    def layers(self, layers: range, heads: range) -> LayerPlanes:
+        """The planes of adjacent layers and heads (indexes within the group), zero copy."""
         ...
 
     def commit_pages(self, first: int, last: int) -> None:
@@ -54,6 +60,11 @@ class HostPlanes:
     def layer(self, layer: int) -> NDArray[Any]:
         """The planes of one layer, `[heads, pages, *page_shape]`."""
         planes: NDArray[Any] = self._array[layer]
+        return planes
+
+    def layers(self, layers: range, heads: range) -> NDArray[Any]:
+        """The planes of adjacent layers and heads, `[layers, heads, pages, *page_shape]`."""
+        planes: NDArray[Any] = self._array[layers.start : layers.stop, heads.start : heads.stop]
         return planes
 
     def commit_pages(self, first: int, last: int) -> None:
@@ -107,6 +118,10 @@ class DevicePlanes:
         if tensor is None:
             raise AssertionError(f"layer {layer} was released")
         return tensor
+
+    def layers(self, layers: range, heads: range) -> list[torch.Tensor]:
+        """The planes of adjacent layers and heads, a tensor `[heads, pages, *page_shape]` for each layer."""
+        return [self.layer(layer)[heads.start : heads.stop] for layer in layers]
 
     def commit_pages(self, first: int, last: int) -> None:
         """Nothing to do: the tensors are there."""

@@ -6,6 +6,7 @@ nobody else looks into a page. Which heads, how many and how wide follows from t
 calls serve a subset of the kv heads.
 """
 
+from collections.abc import Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -18,6 +19,9 @@ KV_DTYPES = ("float32", "bfloat16", "float16")
 
 Planes = npt.NDArray[Any] | torch.Tensor
 """K or V of one layer, `[kv_heads, pages, *page_shape]`: an array on CPU, a tensor on CUDA."""
+
+LayerPlanes = npt.NDArray[Any] | Sequence[torch.Tensor]
+"""K or V of adjacent layers: an array `[layers, kv_heads, pages, *page_shape]` on CPU, a tensor for each on CUDA."""
 
 
 class StepAttention(Protocol):
@@ -132,37 +136,67 @@ class AttentionBackend(Protocol):
         """Copies page `src[i]` to page `dst[i]` for every i; the two sets do not overlap."""
         ...
 
-    def load_record(
+    def load_records(
         self,
-        k_planes: Planes,
-        v_planes: Planes,
+        k_planes: LayerPlanes,
+        v_planes: LayerPlanes,
         pages: npt.NDArray[np.int64],
         first_token: int,
         n_tokens: int,
-        record: memoryview,
+        records: memoryview,
+        record_heads: int,
+        first_head: int = 0,
     ) -> None:
-        """Copies tokens `first_token..n_tokens-1` of a stored record into pages, bit for bit.
+        """Copies tokens `first_token..n_tokens-1` of the stored records of adjacent layers into pages, bit for bit.
 
         May be called from any thread, several at once, beside the step loop; it holds no interpreter lock while it
         copies, and uses no other thread.
 
         Args:
-            k_planes: K of the layer, of the heads that the record has.
-            v_planes: V of the layer, of the same heads.
-            pages: page `i` takes the record's tokens `i * page_size ..`; there is one for each token of the record.
-            first_token: of the record; those before it are in their pages already.
-            n_tokens: tokens of the record.
-            record: K then V, each `[heads, n_tokens, head_dim]` of the stored type.
+            k_planes: K of the layers, of the heads to copy.
+            v_planes: V of the layers, of the same heads.
+            pages: page `i` takes tokens `i * page_size ..` of each record; there is one for each token of a record.
+            first_token: of the records; those before it are in their pages already.
+            n_tokens: tokens of a record.
+            records: one for each layer, all of the same size, one behind the other. Each is K then V, each
+                `[record_heads, n_tokens, head_dim]` of the stored type, and padding.
+            record_heads: heads of a record.
+            first_head: number, among these, of the first one to copy.
 
         Raises:
-            ValueError: the record or the list of pages is too short.
+            ValueError: the records have too few bytes or heads, or there are too few pages.
+        """
+        ...
+
+    def records_call(
+        self,
+        k_planes: LayerPlanes,
+        v_planes: LayerPlanes,
+        pages: npt.NDArray[np.int64],
+        first_token: int,
+        n_tokens: int,
+        records: memoryview,
+        record_heads: int,
+        first_head: int = 0,
+    ) -> tuple[int, int, object] | None:
+        """`load_records` as a C function `void (void *)`, for whoever calls it among other machine code.
+
+        Returns:
+            Address of the function, its argument, and what must stay alive until it has returned; None: there is none.
+
+        Raises:
+            ValueError: as `load_records`.
         """
         ...
 
     def save_record(
         self, k_planes: Planes, v_planes: Planes, pages: npt.NDArray[np.int64], n_tokens: int, record: memoryview
     ) -> None:
-        """The inverse of `load_record` for all tokens of a record; may be called as that."""
+        """The inverse of `load_records` for all tokens and heads of one layer's record; may be called as that.
+
+        Raises:
+            ValueError: the record or the list of pages is too short.
+        """
         ...
 
 
@@ -198,10 +232,10 @@ def backend_for(device: str, *, threads: int = 0, name: str = "auto") -> Attenti
 
 
 def check_record(
-    k_planes: Planes, pages: npt.NDArray[np.int64], page_size: int, dim: int, first: int, n_tokens: int, nbytes: int
+    pages: npt.NDArray[np.int64], page_size: int, first: int, n_tokens: int, token_bytes: int, nbytes: int
 ) -> None:
     """Raises ValueError when a record of so many bytes or its pages do not hold `n_tokens` tokens."""
-    wanted = 2 * int(k_planes.shape[0]) * n_tokens * dim * k_planes.itemsize
+    wanted = n_tokens * token_bytes
     if nbytes < wanted or len(pages) * page_size < n_tokens or not 0 <= first <= n_tokens:
         raise ValueError(
             f"{n_tokens} tokens from token {first} need a record of {wanted} bytes and their pages, "

@@ -7,6 +7,7 @@ result is that of rounded K and V: a relative error of 2^-9 (bfloat16) or 2^-12 
 
 import functools
 import platform
+from collections.abc import Sequence
 from typing import Any
 
 import numba
@@ -17,8 +18,9 @@ from llvmlite import binding  # type: ignore[import-untyped]
 from numba import types
 
 from headrace.core.errors import ConfigError
-from headrace.kernels import openmp, paged, paged_write, records
-from headrace.kernels.attention import Planes, check_plan, check_record
+from headrace.kernels import openmp, paged, paged_write
+from headrace.kernels import records as record_kernels
+from headrace.kernels.attention import LayerPlanes, Planes, check_plan, check_record
 from headrace.kernels.compiled import c_function
 from headrace.kernels.workplan import NumbaStep, cut
 
@@ -61,13 +63,13 @@ def _address(array: Planes) -> int:
     return array.data_ptr() if isinstance(array, torch.Tensor) else int(array.__array_interface__["data"][0])
 
 
-def _strides(planes: Planes) -> tuple[int, int, int]:
-    """Bytes from head to head, from page to page, and per element; pages must be dense."""
+def _strides(planes: Planes) -> tuple[int, ...]:
+    """Bytes from (layer to layer,) head to head, from page to page, and per element; pages must be dense."""
     size = planes.itemsize
     strides = tuple(s * size for s in planes.stride()) if isinstance(planes, torch.Tensor) else planes.strides
-    if strides[2:] != (planes.shape[3] * size, size):
+    if strides[-2:] != (planes.shape[-1] * size, size):
         raise ValueError(f"pages must be dense, got strides {strides} for shape {tuple(planes.shape)}")
-    return strides[0], strides[1], size
+    return *strides[:-2], size
 
 
 def _rows(x: torch.Tensor) -> torch.Tensor:
@@ -134,7 +136,7 @@ class NumbaAttention:
         """Compiles the kernels of a page size and stored type, or loads them from the cache."""
         self._attend_for(page_size, _ELEMENTS[kv_dtype])
         _write(_ELEMENTS[kv_dtype])
-        records.kernels()
+        record_kernels.kernels()
 
     def _attend_for(self, page_size: int, element: Any) -> tuple[Any, np.dtype[Any]]:
         lanes, strips = _lanes()
@@ -291,42 +293,71 @@ class NumbaAttention:
             for old, new in zip(src.tolist(), dst.tolist()):
                 planes[:, new] = planes[:, old]
 
-    def load_record(
+    def load_records(
         self,
-        k_planes: Planes,
-        v_planes: Planes,
+        k_planes: LayerPlanes,
+        v_planes: LayerPlanes,
         pages: npt.NDArray[np.int64],
         first_token: int,
         n_tokens: int,
-        record: memoryview,
+        records: memoryview,
+        record_heads: int,
+        first_head: int = 0,
     ) -> None:
-        """See `AttentionBackend.load_record`."""
-        records.run(True, _record_call(k_planes, v_planes, pages, first_token, n_tokens, record))
+        """See `AttentionBackend.load_records`."""
+        record_kernels.run(
+            True, _records_call(k_planes, v_planes, pages, first_token, n_tokens, records, record_heads, first_head)
+        )
+
+    def records_call(
+        self,
+        k_planes: LayerPlanes,
+        v_planes: LayerPlanes,
+        pages: npt.NDArray[np.int64],
+        first_token: int,
+        n_tokens: int,
+        records: memoryview,
+        record_heads: int,
+        first_head: int = 0,
+    ) -> tuple[int, int, object]:
+        """See `AttentionBackend.records_call`."""
+        return record_kernels.call(
+            _records_call(k_planes, v_planes, pages, first_token, n_tokens, records, record_heads, first_head)
+        )
 
     def save_record(
         self, k_planes: Planes, v_planes: Planes, pages: npt.NDArray[np.int64], n_tokens: int, record: memoryview
     ) -> None:
         """See `AttentionBackend.save_record`."""
-        records.run(False, _record_call(k_planes, v_planes, pages, 0, n_tokens, record))
+        heads = k_planes.shape[0]
+        record_kernels.run(False, _records_call(k_planes[None], v_planes[None], pages, 0, n_tokens, record, heads, 0))
 
 
-def _record_call(
-    k_planes: Planes,
-    v_planes: Planes,
+def _records_call(
+    k_planes: Planes | LayerPlanes,
+    v_planes: Planes | LayerPlanes,
     pages: npt.NDArray[np.int64],
     first: int,
     n_tokens: int,
-    record: memoryview,
+    records: memoryview,
+    record_heads: int,
+    first_head: int,
 ) -> list[int]:
-    """The argument of a record kernel: the values of `records.FIELDS`."""
-    heads, _pages, dim, page_size = k_planes.shape
-    check_record(k_planes, pages, page_size, dim, first, n_tokens, record.nbytes)
-    k_head, k_page, itemsize = _strides(k_planes)
-    v_head, v_page, _ = _strides(v_planes)
-    where = _address(np.frombuffer(record, np.uint8))
+    """The argument of a record kernel: the values of `records.FIELDS`. Planes are `[layers, kv_heads, pages, ...]`."""
+    if isinstance(k_planes, Sequence) or isinstance(v_planes, Sequence):
+        raise TypeError("planes of adjacent layers are one array here")
+    layers, heads, _pages, dim, page_size = k_planes.shape
+    *k_strides, itemsize = _strides(k_planes)
+    *v_strides, _ = _strides(v_planes)
+    if not 0 <= first_head <= record_heads - heads:
+        raise ValueError(f"heads {first_head} to {first_head + heads - 1} of records of {record_heads} heads")
+    half = record_heads * n_tokens * dim * itemsize
+    step = records.nbytes // layers
+    check_record(pages, page_size, first, n_tokens, 2 * record_heads * dim * itemsize, step)
+    where = _address(np.frombuffer(records, np.uint8)) + first_head * n_tokens * dim * itemsize
     return [
-        where, _address(k_planes), _address(v_planes), _address(pages), k_head, k_page, v_head, v_page,
-        heads, n_tokens, first, n_tokens, dim, page_size, v_planes.shape[3], itemsize,
+        where, _address(k_planes), _address(v_planes), _address(pages), step, half, *k_strides, *v_strides,
+        layers, heads, n_tokens, first, n_tokens, dim, page_size, v_planes.shape[-1], itemsize,
     ]  # fmt: skip
 
 

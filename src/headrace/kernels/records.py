@@ -23,11 +23,12 @@ from headrace.kernels.vectors import I32, I64
 _SOURCES = ("vectors.py", "memory.py", "records.py")
 _TILE = 8
 
-#: Fields of a kernel's argument, all int64: addresses, then strides in bytes, then counts.
+#: Fields of a kernel's argument, all int64: addresses, then strides in bytes (`record_v`: from a record's K to its
+#: V), then counts.
 FIELDS = (
     "record", "k", "v", "pages",
-    "k_head", "k_page", "v_head", "v_page",
-    "heads", "tokens", "first", "last", "dim", "page_size", "padded", "itemsize",
+    "record_layer", "record_v", "k_layer", "k_head", "k_page", "v_layer", "v_head", "v_page",
+    "layers", "heads", "tokens", "first", "last", "dim", "page_size", "padded", "itemsize",
 )  # fmt: skip
 _ARGUMENT = np.dtype([(name, "i8") for name in FIELDS])
 
@@ -125,17 +126,18 @@ def _transpose(source, source_step, target, target_step, rows, columns, itemsize
 
 @njit
 def _move(a, load):  # type: ignore[no-untyped-def]
-    """Tokens `first..last-1` of a record of `tokens` into (or out of) the pages that hold it from token 0 on."""
+    """Tokens `first..last-1` of records of `tokens` into (or out of) the pages that hold them from token 0 on."""
     row, stored_row = a.dim * a.itemsize, a.padded * a.itemsize
-    for head in range(a.heads):
-        record_k = a.record + head * a.tokens * row
-        record_v = record_k + a.heads * a.tokens * row
+    for plane in range(a.layers * a.heads):
+        layer, head = plane // a.heads, plane % a.heads
+        record_k = a.record + layer * a.record_layer + head * a.tokens * row
+        record_v = record_k + a.record_v
         token = a.first
         while token < a.last:
             page, inside = load_i64(a.pages, token // a.page_size), token % a.page_size
             count = min(a.page_size - inside, a.last - token)
-            k = a.k + head * a.k_head + page * a.k_page + inside * a.itemsize
-            v = a.v + head * a.v_head + page * a.v_page + inside * stored_row
+            k = a.k + layer * a.k_layer + head * a.k_head + page * a.k_page + inside * a.itemsize
+            v = a.v + layer * a.v_layer + head * a.v_head + page * a.v_page + inside * stored_row
             if load:
                 _transpose(record_k + token * row, row, k, a.page_size * a.itemsize, count, a.dim, a.itemsize)
             else:
@@ -150,12 +152,12 @@ def _move(a, load):  # type: ignore[no-untyped-def]
 
 
 def load_kernel(argument):  # type: ignore[no-untyped-def]
-    """A record into pages; `argument` points to one int64 for each of `FIELDS`."""
+    """Records of adjacent layers into pages; `argument` points to one int64 for each of `FIELDS`."""
     _move(carray(argument, 1)[0], True)
 
 
 def save_kernel(argument):  # type: ignore[no-untyped-def]
-    """Pages into a record; the argument is that of `load_kernel`."""
+    """Pages into records; the argument is that of `load_kernel`."""
     _move(carray(argument, 1)[0], False)
 
 
@@ -166,7 +168,13 @@ def kernels() -> tuple[Any, Any]:
     return c_function(signature, load_kernel, _SOURCES), c_function(signature, save_kernel, _SOURCES)
 
 
+def call(arguments: list[int]) -> tuple[int, int, object]:
+    """Address of `load_kernel`, of its argument, and the argument; `arguments` are the values of `FIELDS`, in order."""
+    argument = np.array(arguments, np.int64)
+    return kernels()[0].address, argument.__array_interface__["data"][0], argument
+
+
 def run(load: bool, arguments: list[int]) -> None:
-    """Move one record in this thread; `arguments` are the values of `FIELDS`, in order."""
+    """Move records in this thread; `arguments` are the values of `FIELDS`, in order."""
     argument = np.array(arguments, np.int64)
     openmp.run(kernels()[0 if load else 1].address, argument.__array_interface__["data"][0], 1)

@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 from torch.nn import functional
 
-from headrace.kernels.attention import Planes, check_plan, check_record
+from headrace.kernels.attention import LayerPlanes, Planes, check_plan, check_record
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,21 +145,34 @@ class TorchAttention:
         for planes in (_tensor(k_planes), _tensor(v_planes)):
             planes[:, torch.from_numpy(dst).to(self.device)] = planes[:, torch.from_numpy(src).to(self.device)]
 
-    def load_record(
+    def load_records(
         self,
-        k_planes: Planes,
-        v_planes: Planes,
+        k_planes: LayerPlanes,
+        v_planes: LayerPlanes,
         pages: npt.NDArray[np.int64],
         first_token: int,
         n_tokens: int,
-        record: memoryview,
+        records: memoryview,
+        record_heads: int,
+        first_head: int = 0,
     ) -> None:
-        """See `AttentionBackend.load_record`. On a device it waits for the copy; not run on a GPU yet."""
-        for planes, new in zip((_tensor(k_planes), _tensor(v_planes)), self._halves(k_planes, pages, n_tokens, record)):
-            slots = self._slots(planes, pages, first_token, n_tokens)
-            planes.view(planes.shape[0], -1, planes.shape[3])[:, slots] = new[:, first_token:].to(planes.device)
+        """See `AttentionBackend.load_records`. On a device it waits for the copies; not run on a GPU yet."""
+        step = records.nbytes // len(k_planes)
+        for layer, both in enumerate(zip(map(_tensor, k_planes), map(_tensor, v_planes), strict=True)):
+            heads = slice(first_head, first_head + both[0].shape[0])
+            if not 0 <= heads.start < heads.stop <= record_heads:
+                raise ValueError(f"heads {heads.start} to {heads.stop - 1} of records of {record_heads} heads")
+            record = records[layer * step : (layer + 1) * step]
+            for planes, new in zip(both, self._halves(both[0], record_heads, pages, n_tokens, record)):
+                slots = self._slots(planes, pages, first_token, n_tokens)
+                rows = planes.view(planes.shape[0], -1, planes.shape[3])
+                rows[:, slots] = new[heads, first_token:].to(planes.device)
         if self.device != "cpu":
-            torch.cuda.current_stream().synchronize()  # the record is the caller's again
+            torch.cuda.current_stream().synchronize()  # the records are the caller's again
+
+    def records_call(self, *arguments: Any, **more: Any) -> None:
+        """See `AttentionBackend.records_call`: there is none."""
+        return None
 
     def save_record(
         self, k_planes: Planes, v_planes: Planes, pages: npt.NDArray[np.int64], n_tokens: int, record: memoryview
@@ -167,7 +180,8 @@ class TorchAttention:
         """See `AttentionBackend.save_record`. On a device it waits for what is under way; not run on a GPU yet."""
         if self.device != "cpu":
             torch.cuda.synchronize()  # the step loop's stream writes what is saved
-        for planes, out in zip((_tensor(k_planes), _tensor(v_planes)), self._halves(k_planes, pages, n_tokens, record)):
+        both = _tensor(k_planes), _tensor(v_planes)
+        for planes, out in zip(both, self._halves(both[0], both[0].shape[0], pages, n_tokens, record)):
             slots = self._slots(planes, pages, 0, n_tokens)
             out.copy_(planes.view(planes.shape[0], -1, planes.shape[3])[:, slots])
 
@@ -177,12 +191,11 @@ class TorchAttention:
 
     @staticmethod
     def _halves(
-        k_planes: Planes, pages: npt.NDArray[np.int64], n_tokens: int, record: memoryview
+        planes: torch.Tensor, heads: int, pages: npt.NDArray[np.int64], n_tokens: int, record: memoryview
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """K and V of a record as tensors on its memory, `[heads, tokens, dim]`."""
-        planes = _tensor(k_planes)
-        heads, _pages, page_size, dim = planes.shape
-        check_record(planes, pages, page_size, dim, 0, n_tokens, record.nbytes)
+        _heads, _pages, page_size, dim = planes.shape
+        check_record(pages, page_size, 0, n_tokens, 2 * heads * dim * planes.itemsize, record.nbytes)
         raw = torch.from_numpy(np.frombuffer(record, np.uint8)[: 2 * heads * n_tokens * dim * planes.itemsize])
         whole = raw.view(planes.dtype).view(2, heads, n_tokens, dim)
         return whole[0], whole[1]

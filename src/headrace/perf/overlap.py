@@ -23,3 +23,14 @@ def overlapped(compute: float, memory: float, points: Sequence[tuple[float, floa
     for share, rate in points:
         best = min(best, max(compute + memory * share / rate, memory + compute * (1 - rate) / (1 - share)))
     return best
+
+
+def even_mix(points: Sequence[tuple[float, float]]) -> float:
+    """The ratio of compute to memory seconds at which both end together, so that nothing runs alone; 0 without points.
+
+    By the rule above no order of the same work is faster than one whose steps all stay on one side of this ratio.
+    """
+    if not points:
+        return 0.0
+    share, rate = min(points, key=lambda point: (1 - point[1]) / (1 - point[0]) + point[0] / point[1])
+    return (1 - share) / rate

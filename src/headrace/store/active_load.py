@@ -4,7 +4,8 @@ import threading
 from collections.abc import Callable
 
 from headrace.store.fetch import Layers
-from headrace.store.load import Deliver, LoadFailed
+from headrace.store.load import Deliver, LoadFailed, NativeDeliver
+from headrace.store.native.library import claim
 from headrace.store.part import PartRange
 from headrace.store.read_unit import ReadUnit, State
 
@@ -36,6 +37,7 @@ class ActiveLoad:
     ) -> None:
         self.number = number
         self.deliver = deliver
+        self.native = deliver if isinstance(deliver, NativeDeliver) else None
         self.units: list[ReadUnit[Layers]] = []
         self._lock = lock
         # Who waits has nothing to do with the lock that all reading threads are after: it sleeps on a gate of its own,
@@ -187,8 +189,13 @@ class ActiveLoad:
         if self._lost is not None and chunk >= self._lost:
             return
         self._why, self._lost = why, chunk
+        # One that an attempt has claimed is being delivered; it will be told.
         open_units = [
-            unit for unit in self.units if unit.what[0].chunk >= chunk and unit.state in (State.PENDING, State.READING)
+            unit
+            for unit in self.units
+            if unit.what[0].chunk >= chunk
+            and unit.state in (State.PENDING, State.READING)
+            and claim(unit.what[0].flag(unit.what[1]))
         ]
         self._take_back(open_units)
         self._close(len(open_units))

@@ -1,16 +1,57 @@
 """What a reader is asked for and what it gives back: the contract between the store and whoever loads KV."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from headrace.core.errors import HeadraceError
+from headrace.store.native.library import NativeCopy
 from headrace.store.part import PartId, PartRange
 
-#: Called in a reading thread for every verified record: chunk number within the load, part, model layer, and the
-#: record (K then V, `[heads, tokens, head_dim]` each, padding left out). The memory is only valid during the call.
-#: It must be quick to give up the interpreter lock and may not raise.
-Deliver = Callable[[int, PartId, int, memoryview], None]
+#: Called in a reading thread for each unit of adjacent layers that was read and proven: number of the chunk within the
+#: load, part, first model layer, the layer after the last, and the records of these layers one behind the other. A
+#: record is K then V, `[heads, tokens, head_dim]` each, and padding to `layout.ALIGNMENT`; `records_in` takes them
+#: apart. The memory is only valid during the call. It must be quick to give up the interpreter lock, and do that once
+#: rather than for each record, and it may not raise.
+Deliver = Callable[[int, PartId, int, int, memoryview], None]
+
+
+@runtime_checkable
+class NativeDeliver(Protocol):
+    """A `Deliver` whose copying is machine code: then it is done in the very call that reads and proves a unit.
+
+    A reading thread so wins the interpreter lock once for each unit (`docs/decisions/0016`).
+    """
+
+    def __call__(self, chunk: int, part: PartId, first: int, last: int, records: memoryview) -> None:
+        """See `Deliver`; called where `copy` had nothing."""
+        ...
+
+    def copy(self, chunk: int, part: PartId, first: int, last: int, records: memoryview) -> NativeCopy | None:
+        """What copies the records, once they are there: called before a unit is read, each time that it is tried.
+
+        What it returns is called at most once among all tries of a unit, when its bytes are proven, and never once
+        `Load.cancel` has returned.
+        """
+        ...
+
+    def arrived(self, chunk: int, part: PartId, first: int, last: int) -> None:
+        """The records were copied. May not raise."""
+        ...
+
+
+def records_in(first: int, last: int, records: memoryview, payload_bytes: int) -> Iterator[tuple[int, memoryview]]:
+    """Layers and their records, padding left out, of what `Deliver` gets.
+
+    Args:
+        first: first layer.
+        last: the layer after the last.
+        records: of these layers.
+        payload_bytes: bytes of a record without padding, see `KVLayout.payload_bytes`.
+    """
+    step = len(records) // (last - first)
+    for layer in range(first, last):
+        yield layer, records[(layer - first) * step :][:payload_bytes]
 
 
 class LoadFailed(HeadraceError):

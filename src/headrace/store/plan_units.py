@@ -10,6 +10,25 @@ from headrace.store.load import FoundChunk
 from headrace.store.part import PartId, PartRange
 from headrace.store.read_unit import ReadUnit
 
+#: Bytes of a unit. At least so many: two layers of the default model's chunks, early enough for a forward pass that
+#: follows a load, see `docs/decisions/0013`; at most so many: more gains nothing, see `0016`.
+LEAST_BYTES, MOST_BYTES = 512 << 10, 2 << 20
+
+#: Units of a step, unless that takes units out of these bounds: what is larger than a few hundred MB takes so long that
+#: reading it with little effort counts more than having its first layer soon.
+STEP_UNITS = 1024
+
+
+def bytes_at_once(layout: KVLayout, records: int) -> int:
+    """Bytes of a unit in a step.
+
+    Args:
+        layout: of the KV.
+        records: how many the step reads.
+    """
+    nbytes = records * layout.record_bytes(layout.kv_heads, layout.chunk_tokens)
+    return min(max(LEAST_BYTES, nbytes // STEP_UNITS), MOST_BYTES)
+
 
 def plan_units(
     load: ActiveLoad, chunks: Sequence[FoundChunk], wanted: PartRange, layout: KVLayout, unit_bytes: int
@@ -31,8 +50,9 @@ def plan_units(
     counts: defaultdict[int, int] = defaultdict(int)
     layers: defaultdict[tuple[int, int], int] = defaultdict(int)
     chunk_layers = [0] * len(chunks)
-    append = load.units.append
-    sizes: dict[tuple[int, int], tuple[int, int]] = {}
+    cuts: dict[tuple[int, int, int], tuple[int, list[tuple[int, int, int]]]] = {}
+    number = load.number
+    sizes: dict[tuple[int, int], int] = {}
     for index, chunk in enumerate(chunks):
         for found in chunk.parts:
             area = found.read or found.range
@@ -41,18 +61,30 @@ def plan_units(
                 continue
             shape = (found.range.last_head - found.range.first_head, chunk.n_tokens)
             if shape not in sizes:
-                sizes[shape] = (layout.payload_bytes(*shape), layout.record_bytes(*shape))
-            payload, record = sizes[shape]
-            source = PartSource(load, index, PartId(chunk.key, found.range), chunk.n_tokens, payload, record)
+                sizes[shape] = layout.record_bytes(*shape)
+            record = sizes[shape]
+            area_of = (first, last, record)
+            if area_of not in cuts:
+                cuts[area_of] = _cut(first, last, record, unit_bytes)
+            at_once, pieces = cuts[area_of]
+            part = PartId(chunk.key, found.range)
+            source = PartSource(load, index, part, chunk.n_tokens, record, (first, last), at_once)
             holders = 0
             for tier in found.tiers:
                 holders |= 1 << tier
             layers[first, last] += 1
             chunk_layers[index] += last - first
-            at_once = max(1, unit_bytes // record)
-            for begin in range(first, last, at_once):
-                end = min(begin + at_once, last)
-                append(ReadUnit(load.number, holders, begin, (end - begin) * record, (source, begin, end)))
-            counts[holders] += -(-(last - first) // at_once)
+            load.units += [
+                ReadUnit(number, holders, begin, nbytes, (source, begin, end)) for begin, end, nbytes in pieces
+            ]
+            counts[holders] += len(pieces)
     load.expect(layers, chunk_layers)
     return counts
+
+
+def _cut(first: int, last: int, record: int, unit_bytes: int) -> tuple[int, list[tuple[int, int, int]]]:
+    """How many layers are read at once, and of each unit the first layer, the layer after the last, and the bytes."""
+    at_most = max(1, unit_bytes // record)
+    at_once = -(-(last - first) // -(-(last - first) // at_most))  # no short one at the end
+    ends = [(begin, min(begin + at_once, last)) for begin in range(first, last, at_once)]
+    return at_once, [(begin, end, (end - begin) * record) for begin, end in ends]

@@ -2,15 +2,19 @@
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import TypeVar
 
+from headrace.store.native.library import Job
 from headrace.store.part import PartId
-from headrace.store.tiers.tier import PartWriter, Scanned, Scope, Tier
+from headrace.store.tiers.tier import PartWriter, Scanned, Scope, SettlingTier, Tier
 
 #: Assumed before anything was read, bytes per second.
 PRIOR_RATE = 1e9
 #: Seconds of reading after which what came before counts half.
 MEMORY_SECONDS = 5.0
+
+T = TypeVar("T")
 
 
 class MeteredTier:
@@ -20,6 +24,7 @@ class MeteredTier:
         self.name, self.capacity, self.depth = tier.name, tier.capacity, tier.depth
         self.scope: Scope = tier.scope
         self._tier = tier
+        self._settling = tier if isinstance(tier, SettlingTier) else None
         self._lock = threading.Lock()
         self._inflight = 0
         self._since = 0.0
@@ -41,14 +46,26 @@ class MeteredTier:
 
     def read(self, part: PartId, offset: int, into: memoryview) -> None:
         """See `Tier.read`."""
+        self._read(lambda: self._tier.read(part, offset, into), len(into))
+
+    def read_and_settle(self, part: PartId, offset: int, into: memoryview, job: Job) -> int:
+        """See `SettlingTier.read_and_settle`, which the tier behind need not be."""
+        tier = self._settling
+        if tier is not None:
+            return self._read(lambda: tier.read_and_settle(part, offset, into, job), len(into))
+        self.read(part, offset, into)
+        return job.settle()
+
+    def _read(self, read: Callable[[], T], nbytes: int) -> T:
         with self._lock:
             self._inflight += 1
             if self._inflight == 1:
                 self._since = time.perf_counter()
         done = 0
         try:
-            self._tier.read(part, offset, into)
-            done = len(into)
+            result = read()
+            done = nbytes
+            return result
         finally:
             with self._lock:
                 now = time.perf_counter()

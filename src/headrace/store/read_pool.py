@@ -14,8 +14,9 @@ or moved stays in its row and is passed over when it comes up. So the cost of a 
 """
 
 import heapq
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Sequence
+from itertools import groupby
 from operator import attrgetter
 from typing import Generic
 
@@ -77,16 +78,12 @@ class ReadPool(Generic[What]):
         for tier in range(len(self._depths)):
             self._unpause(tier, now)
         first = (self._batch, 0, 0)
-        owner: int | None = None
-        owned: list[ReadUnit[What]] = []
-        for unit in units:
-            unit.rank = first
-            if unit.owner != owner:
-                owner = unit.owner
-                owned = self._owners.setdefault(owner, [])
-            owned.append(unit)
-        for owner, count in Counter(map(attrgetter("owner"), units)).items():
-            self._left[owner] = self._left.get(owner, 0) + count
+        for owner, group in groupby(units, attrgetter("owner")):
+            own = list(group)
+            self._owners.setdefault(owner, []).extend(own)
+            self._left[owner] = self._left.get(owner, 0) + len(own)
+            for unit in own:
+                unit.rank = first
         self._admit(units)
 
     def take(self, tier: int, now: float) -> Attempt[What] | None:
@@ -136,9 +133,9 @@ class ReadPool(Generic[What]):
                 self._pause(tier)
         else:
             self.health[tier].succeeded()
-        if outcome is Outcome.OK:
+        if outcome in (Outcome.OK, Outcome.LATE):
             self.speeds[tier].observe(unit.nbytes, now - attempt.started)
-        if unit.state is not State.READING:
+        if unit.state is not State.READING or outcome is Outcome.LATE:
             return Verdict.LATE
         if outcome is Outcome.OK:
             self._end(unit, State.WON)

@@ -20,9 +20,10 @@ class State(Enum):
 
 
 class Outcome(Enum):
-    """How an attempt ended: bytes that are right; a part that is missing or wrong; a tier that failed."""
+    """How an attempt ended: bytes that are right; somebody else's counted already; a wrong part; a tier that failed."""
 
     OK = "ok"
+    LATE = "late"
     WRONG = "wrong"
     ERROR = "error"
 

@@ -1,9 +1,10 @@
 """Reads for all loads from all tiers at once: threads that draw units from the pool, verify and deliver them.
 
 A thread is one read in flight; a tier has `depth` of them, started when there is work for them. Each takes a unit,
-reads it into memory of its own, proves every record with the part's checksums, asks the pool whether it was the first,
-and delivers. So memory belongs to an attempt until it is over, however late that is. One lock guards pool and loads; it
-is held for microseconds, never while bytes move.
+reads it into memory of its own, proves every record with the part's checksums, claims the unit if it is the first, and
+copies the records to where they are wanted: where tier and receiver allow it in one call that holds no interpreter lock
+(`docs/decisions/0016`). So memory belongs to an attempt until it is over, however late that is. One lock guards pool
+and loads; it is held for microseconds, never while bytes move.
 """
 
 import logging
@@ -13,24 +14,23 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count
+from typing import NamedTuple
 
 from headrace.core.errors import ConfigError
 from headrace.store.active_load import ActiveLoad
 from headrace.store.buffers import Buffer, BufferPool, size_class
-from headrace.store.fetch import Layers, PartSource, fetch
+from headrace.store.fetch import Fetched, Layers, PartSource, fetch
 from headrace.store.layout import HEADER_BYTES, KVLayout
 from headrace.store.load import Deliver, FoundChunk
+from headrace.store.native.library import prepare
 from headrace.store.part import PartId, PartRange
-from headrace.store.plan_units import plan_units
+from headrace.store.plan_units import MOST_BYTES, bytes_at_once, plan_units
 from headrace.store.read_policies import pool_for
 from headrace.store.read_pool import ReadPool
 from headrace.store.read_unit import Attempt, Outcome, ReadUnit, Verdict
-from headrace.store.tiers.tier import Tier
+from headrace.store.tiers.tier import SettlingTier, Tier
 
 log = logging.getLogger(__name__)
-
-#: Bytes of a unit: large enough for a disk, small enough for a layer to come early. See `docs/decisions/0009`, `0013`.
-UNIT_BYTES = 512 << 10
 
 #: Seconds that `close` waits for a tier that does not answer.
 CLOSE_SECONDS = 5.0
@@ -77,6 +77,14 @@ class _Crew:
     alarm: float | None = None  # when one of the idle ones wakes up by itself, because a hedge may pay then
 
 
+class _Over(NamedTuple):
+    """An attempt that is over, not yet told to anybody; `error`: why its records could not be delivered."""
+
+    attempt: Attempt[Layers]
+    fetched: Fetched
+    error: Exception | None
+
+
 class Reader:
     """Loads parts of chunks from several tiers.
 
@@ -84,7 +92,8 @@ class Reader:
         tiers: where parts lie; `FoundPart.tiers` are numbers of these. Not closed by `close`.
         layout: of the KV; parts that are not of it are wrong.
         policy: one of `read_policies.POLICIES`.
-        unit_bytes: bytes to read at once; at least one layer of a part is.
+        unit_bytes: bytes to read at once, at most `MOST_BYTES`; at least one layer of a part is. By default as
+            `plan_units.bytes_at_once` says.
         buffers: memory to read into; needs `buffer_bytes` for each read in flight, or reads wait for each other.
         on_bad: told of parts that are missing or wrong.
         hedge: whether slow reads are issued again elsewhere.
@@ -100,7 +109,7 @@ class Reader:
         layout: KVLayout,
         policy: str = "completion",
         *,
-        unit_bytes: int = UNIT_BYTES,
+        unit_bytes: int | None = None,
         buffers: BufferPool | None = None,
         on_bad: OnBad | None = None,
         hedge: bool = True,
@@ -108,14 +117,16 @@ class Reader:
     ) -> None:
         if not tiers or any(tier.depth < 1 for tier in tiers):
             raise ConfigError("a reader needs at least one tier, and every tier a depth of at least 1")
+        prepare()
         self._tiers = tuple(tiers)
         self._layout = layout
         self._unit_bytes = unit_bytes
         depths = [tier.depth for tier in tiers]
         self._pool: ReadPool[Layers] = pool_for(policy, depths, hedge=hedge, weights=weights)
-        self._size = buffer_bytes(layout, unit_bytes)
+        self._settling = [tier if isinstance(tier, SettlingTier) else None for tier in tiers]
+        self._size = buffer_bytes(layout, unit_bytes or MOST_BYTES)
         self._own_buffers = buffers is None
-        self._buffers = buffers or BufferPool(read_memory(tiers, layout, unit_bytes))
+        self._buffers = buffers or BufferPool(read_memory(tiers, layout, unit_bytes or MOST_BYTES))
         self._on_bad = on_bad
         self._lock = threading.Lock()
         self._crews = [_Crew(threading.Condition(self._lock)) for _ in tiers]
@@ -155,7 +166,10 @@ class Reader:
             requests: per load the chunks, the layers and heads wanted of them, and who gets the records.
         """
         for_tiers: defaultdict[int, int] = defaultdict(int)
-        loads = [self._plan(*request, for_tiers) for request in requests]
+        nbytes = self._unit_bytes or bytes_at_once(
+            self._layout, sum(len(chunks) * len(wanted.layers) for chunks, wanted, _ in requests)
+        )
+        loads = [self._plan(*request, nbytes, for_tiers) for request in requests]
         units = [unit for load in loads for unit in load.units]
         if not units:
             return loads
@@ -195,6 +209,7 @@ class Reader:
         chunks: Sequence[FoundChunk],
         wanted: PartRange,
         deliver: Deliver,
+        nbytes: int,
         for_tiers: defaultdict[int, int],
     ) -> ActiveLoad:
         """A load and its units; counts units by who holds them."""
@@ -202,7 +217,7 @@ class Reader:
         load = ActiveLoad(
             number, len(chunks), wanted, len(self._tiers), deliver, self._lock, self._hasten, self._take_back
         )
-        for holders, units in plan_units(load, chunks, wanted, self._layout, self._unit_bytes).items():
+        for holders, units in plan_units(load, chunks, wanted, self._layout, nbytes).items():
             for_tiers[holders] += units
         return load
 
@@ -239,12 +254,12 @@ class Reader:
     def _work(self, number: int) -> None:
         tier = self._tiers[number]
         buffer: Buffer | None = None
-        delivered: ReadUnit[Layers] | None = None
+        over: _Over | None = None
         while True:
             with self._lock:
-                if delivered is not None:
-                    delivered.what[0].load.delivered(delivered, number)
-                    delivered = None
+                if over is not None:
+                    self._finish(over)
+                    over = None
                 attempt = self._take(number)
                 if attempt is None and buffer is None and not self._closing:
                     attempt = self._await(number)
@@ -258,14 +273,35 @@ class Reader:
                 continue
             if buffer is None:
                 buffer = self._buffers.acquire(self._size)
-            fetched = fetch(tier, number, self._layout, attempt.unit, buffer.view)
-            with self._lock:
-                self._reads[number].header_bytes += fetched.header_bytes
-                verdict = self._finish(attempt, fetched.outcome)
-            if verdict is Verdict.WON:
-                delivered = self._deliver(attempt.unit, buffer.view)
-            elif fetched.outcome is Outcome.WRONG:
-                self._report(number, attempt.unit.what[0], fetched.missing)
+            over = self._read(tier, attempt, buffer.view)
+            if over.fetched.outcome is Outcome.WRONG:
+                with self._lock:  # others need not wait until that is reported
+                    self._finish(over)
+                self._report(number, attempt.unit.what[0], over.fetched.missing)
+                over = None
+
+    def _read(self, tier: Tier, attempt: Attempt[Layers], memory: memoryview) -> _Over:
+        """Read and, if it is the first, deliver."""
+        source, first, last = attempt.unit.what
+        records = memory[HEADER_BYTES : HEADER_BYTES + (last - first) * source.record_bytes]
+        load = source.load
+        copy, error = None, None
+        if load.native is not None:
+            try:
+                copy = load.native.copy(source.chunk, source.part, first, last, records)
+            except Exception:
+                log.exception("how to copy records of %s could not be said", source.part.name)
+        fetched = fetch(tier, self._settling[attempt.tier], attempt.tier, self._layout, attempt.unit, memory, copy)
+        if fetched.outcome is Outcome.OK:
+            try:
+                if load.native is not None and copy is not None:
+                    load.native.arrived(source.chunk, source.part, first, last)
+                else:
+                    load.deliver(source.chunk, source.part, first, last, records)
+            except Exception as caught:
+                log.exception("records of %s could not be delivered", source.part.name)
+                error = caught
+        return _Over(attempt, fetched, error)
 
     def _take(self, number: int) -> Attempt[Layers] | None:
         """The next attempt, if there is one now; wakes another thread when there is more. With the lock held."""
@@ -293,22 +329,31 @@ class Reader:
         crew.idle -= 1
         return self._take(number)
 
-    def _finish(self, attempt: Attempt[Layers], outcome: Outcome) -> Verdict:
-        """Tell the pool and the counters. With the lock held."""
+    def _finish(self, over: _Over) -> None:
+        """Tell the pool, the counters and the load. With the lock held."""
+        attempt, fetched, error = over
         reads = self._reads[attempt.tier]
+        reads.header_bytes += fetched.header_bytes
         unit = attempt.unit
-        verdict = self._pool.finish(attempt, outcome, time.monotonic())
-        if outcome is Outcome.OK:
+        load = unit.what[0].load
+        verdict = self._pool.finish(attempt, fetched.outcome, time.monotonic())
+        if fetched.outcome in (Outcome.OK, Outcome.LATE):
             reads.units += 1
             reads.nbytes += unit.nbytes
             if verdict is Verdict.LATE:
                 reads.late_units += 1
                 reads.late_bytes += unit.nbytes
-            if verdict is Verdict.WON and not self._pool.busy:
+                return
+            if not self._pool.busy:
                 self._quiet.set()
-            return verdict
+            if error is None:
+                load.delivered(unit, attempt.tier)
+            else:
+                load.undelivered(unit, error)
+                self._settle()
+            return
         reads.errors += 1
-        reads.wrong += outcome is Outcome.WRONG
+        reads.wrong += fetched.outcome is Outcome.WRONG
         if verdict is Verdict.LOST:
             self._lose(unit)
         self._settle()
@@ -316,24 +361,6 @@ class Reader:
         for number, other in enumerate(self._tiers):
             if number != attempt.tier and self._pool.takeable(number):
                 self._wake(number, other.depth)
-        return verdict
-
-    def _deliver(self, unit: ReadUnit[Layers], memory: memoryview) -> ReadUnit[Layers] | None:
-        """Hand the records on; returns the unit, or None when that failed and the load knows it."""
-        source, first, last = unit.what
-        deliver = source.load.deliver
-        at = HEADER_BYTES
-        try:
-            for layer in range(first, last):
-                deliver(source.chunk, source.part, layer, memory[at : at + source.payload_bytes])
-                at += source.record_bytes
-        except Exception as error:
-            log.exception("a record of %s could not be delivered", source.part.name)
-            with self._lock:
-                source.load.undelivered(unit, error)
-                self._settle()
-            return None
-        return unit
 
     def _report(self, number: int, source: PartSource, missing: bool) -> None:
         with self._lock:
@@ -348,11 +375,11 @@ class Reader:
             unit.what[0].load.give_up("the store is closed")
 
 
-def buffer_bytes(layout: KVLayout, unit_bytes: int = UNIT_BYTES) -> int:
+def buffer_bytes(layout: KVLayout, unit_bytes: int = MOST_BYTES) -> int:
     """Bytes that one read in flight needs."""
     return HEADER_BYTES + max(unit_bytes, layout.record_bytes(layout.kv_heads, layout.chunk_tokens))
 
 
-def read_memory(tiers: Sequence[Tier], layout: KVLayout, unit_bytes: int = UNIT_BYTES) -> int:
+def read_memory(tiers: Sequence[Tier], layout: KVLayout, unit_bytes: int = MOST_BYTES) -> int:
     """Limit of a buffer pool in which no read of these tiers waits for another's memory."""
     return max(1, sum(tier.depth for tier in tiers)) * size_class(buffer_bytes(layout, unit_bytes))

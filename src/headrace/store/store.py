@@ -50,8 +50,9 @@ class KVStore:
 
         back = np.empty_like(kv)
 
-        def deliver(chunk, part, layer, record):
-            back[layer] = np.frombuffer(record, "f4").reshape(kv.shape[1:])
+        def deliver(chunk, part, first, last, records):
+            for layer, record in records_in(first, last, records, layout.payload_bytes(1, 16)):
+                back[layer] = np.frombuffer(record, "f4").reshape(kv.shape[1:])
 
         store.load(store.lookup([key], whole), whole, deliver).wait_all()
         store.close()

@@ -36,6 +36,11 @@ class Admission(Protocol):
         ...
 
     @property
+    def step_tokens(self) -> int | None:
+        """Rows that a step should have at most now, decoding ones included; None: as many as the engine takes."""
+        ...
+
+    @property
     def follows_progress(self) -> bool:
         """True while `admit` may name more just because running requests have gone on; else only after an end."""
         ...

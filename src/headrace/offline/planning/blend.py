@@ -7,16 +7,20 @@ proportion to what it reads. Densities and shares are of what is left to do, com
 estimates correct themselves: an early end admits more, an answer that goes on for too long counts to the right.
 """
 
+from collections.abc import Iterator
+
 import numpy as np
 from numpy.typing import NDArray
 
 from headrace.offline.planning.lengths import LengthEstimator
+from headrace.offline.planning.prefixes import HeldPrefixes
 from headrace.offline.planning.requests import JobRequests
 from headrace.offline.planning.split import memory_split, peak_tokens
 from headrace.offline.planning.tree import Ints, PrefixTree, running_sums
 from headrace.offline.planning.tree_order import order_by_density
 from headrace.perf.density import ROWS, CostRates
 from headrace.perf.model_shape import ModelShape
+from headrace.perf.overlap import even_mix
 from headrace.perf.profile import DeviceProfile
 
 #: Tokens of a KV page: prefixes are shared in whole pages, and a sequence wastes half a page on average.
@@ -27,6 +31,16 @@ _WINDOW = 64
 _UNDERESTIMATED = 2.0
 #: The longest request should be done when all are: memory is given to as few at once as that takes, and this much more.
 _HORIZON = 1.1
+#: Densities are believed when so much of the memory-bound work is of kinds whose lengths have been seen.
+_SURE = 0.8
+#: What one end of a request tells of its group is acted on at once when so much of the waiting work is of the group.
+_WEIGHTY = 0.05
+#: Compute work is spent so much more slowly than estimates say, so that some is left beside the last long answers.
+_DOUBT = 1.3
+#: Standard deviation of an estimated length over its mean (own): so much of what runs together is kept free.
+_UNKNOWN = 0.4
+#: Requests looked at where the one at the end of the scan has no room.
+_LOOKAHEAD = 8
 _LEFT, _RIGHT = 0, 1
 
 
@@ -62,6 +76,7 @@ class BlendAdmission:
         self._max_seqs = max_seqs + max(2, max_seqs // 8)  # a few wait in the engine, so that no row stays free
         self._step_tokens = step_tokens
         self._overlap = bool(profile.overlap)
+        self._even_mix = even_mix(profile.overlap)
         #: Rows that a step computes in the time that reading the weights takes anyway.
         self._free_rows = self._rates_floor(profile)
         self._tree = PrefixTree.of(requests, PAGE)
@@ -72,13 +87,17 @@ class BlendAdmission:
         self._remaining = count
         self._output = np.ones(count)  # estimated output tokens
         self._produced = np.zeros(count)
-        self._unique = np.zeros(count)  # prompt tokens that nothing before it in the scan leaves behind
+        self._prefixes = HeldPrefixes(self._tree, self._prompts)
+        self._unique = self._prefixes.unique
+        self._top = np.full(count, -1, np.int64)  # the subtree below the root that each is in
+        self._top[self._tree.leaves] = self._tree.top()
+        self._last = [-2, -2]  # the subtree that each side works on
         self._side = np.zeros(count, np.int8)
         self._under_way: dict[int, None] = {}
         self._reports = False  # whether progress is ever told
         self._finished = 0
         self._replan_at = 0
-        self._path = [0.0, 0.0]  # tokens of the shared prefix that each side works under
+        self._step_rows: int | None = None
         self._sample = self._estimator.sample(seed).tolist()[::-1]
         #: Requests that a plan moved away from their prefix, by the last plan.
         self.split = 0
@@ -98,6 +117,11 @@ class BlendAdmission:
         """True where the left side is paced by what runs."""
         return self._overlap and self._remaining > 0
 
+    @property
+    def step_tokens(self) -> int | None:
+        """Where the left side is paced: the rows that give a step its share of compute."""
+        return self._step_rows
+
     def progress(self, requests: NDArray[np.int64], output_tokens: NDArray[np.int64]) -> None:
         """Take running requests' tokens into account."""
         self._reports = True
@@ -110,27 +134,30 @@ class BlendAdmission:
     def finish(self, request: int, output_tokens: int) -> None:
         """Take a request's end into account; plan anew when enough has been learnt."""
         del self._under_way[request]
-        self._estimator.observe(request, output_tokens)
+        self._prefixes.release(request)
+        telling = self._estimator.observe(request, output_tokens)
         self._finished += 1
-        if not self._known and self._finished >= self._replan_at and self._remaining:
+        if self._known or not self._remaining:
+            return
+        if self._finished >= self._replan_at or (telling and self._weighs(request)):
             self._estimator.progress(*self._running())
             self._plan()
 
     def admit(self) -> list[int]:
         """Requests that fit now: samples first, then from the side that is under its share."""
         taken: list[int] = []
-        while self._sample:
+        while self._sample and len(self._under_way) < self._max_seqs:
             request = self._sample[-1]
-            if not self._waiting[request]:
-                self._sample.pop()
-                continue
-            if self._under_way and not self._fits(request, self._kv):
-                return taken
+            if self._waiting[request]:
+                if self._under_way and not self._fits(request):
+                    break
+                self._take(request, self._usual_side(request), taken)
             self._sample.pop()
-            self._take(request, self._usual_side(request), taken)
+        self._step_rows = None
         if not self._remaining:
             return taken
         state = _State(self)
+        self._step_rows = state.step_rows
         while self._remaining and len(self._under_way) < self._max_seqs:
             self._skip_taken()
             request = state.next()
@@ -152,17 +179,17 @@ class BlendAdmission:
         memory = self._rates.memory(self._prompts, self._output)
         order = order_by_density(self._tree, compute, memory, self._rates)
         self.split = len(order.split)
-        shared = np.empty(len(self._waiting))
-        shared[order.requests] = order.shared
-        self._shared = shared
-        running = ~self._waiting
-        self._unique = np.where(running & (self._unique > 0), self._unique, self._prompts - shared)
-        kept = self._waiting[order.requests]
+        kept = np.flatnonzero(self._waiting[order.requests])
+        # A subtree that is being worked on stays at its end, whatever the new estimates say: its prefix is there.
+        top = self._top[order.requests[kept]]
+        place = np.where((top >= 0) & (top == self._last[_LEFT]), -1, 0)
+        place = np.where((top >= 0) & (top == self._last[_RIGHT]) & (place == 0), 1, place)
+        kept = kept[np.argsort(place, kind="stable")]
         self._scan: Ints = order.requests[kept]
         self._left, self._right = 0, len(self._scan) - 1
         self._sum_compute = running_sums(order.compute[kept])
         self._sum_memory = running_sums(order.memory[kept])
-        self._compute = np.empty(len(shared))
+        self._compute = np.empty(len(order.requests))
         self._compute[order.requests] = order.compute
         self._memory = memory
         area = self._prompts * self._output + self._output**2 / 2
@@ -170,6 +197,11 @@ class BlendAdmission:
         self._waiting_compute = float(self._compute[self._waiting].sum())
         self._waiting_memory = float(memory[self._waiting].sum())
         self._waiting_area = float(area[self._waiting].sum())
+        known = self._estimator.known()
+        open_ = self._waiting | (self._produced < self._output)
+        whole = float(memory[open_].sum())
+        #: Whether most of what memory is still to be read for is of kinds whose lengths have been seen.
+        self._sure = float(memory[open_ & known].sum()) >= _SURE * whole
         step = max(16, self._finished // 2)
         self._replan_at = self._finished + min(step, max(16, len(self._waiting) // 20))
 
@@ -178,6 +210,12 @@ class BlendAdmission:
         shape = self._rates.shape
         one = shape.linear_flops / profile.gemm_rate(1)
         return max(1.0, one / self._rates.linear)
+
+    def _weighs(self, request: int) -> bool:
+        """Whether much of what waits is of this request's group."""
+        alike = self._waiting & (self._requests.groups == self._requests.groups[request])
+        work = float(self._memory[alike].sum()), float(self._compute[alike].sum())
+        return work[0] > _WEIGHTY * self._waiting_memory or work[1] > _WEIGHTY * self._waiting_compute
 
     def _running(self) -> tuple[Ints, Ints]:
         ids = np.fromiter(self._under_way, np.int64, len(self._under_way))
@@ -205,21 +243,38 @@ class BlendAdmission:
         while self._right > self._left and not self._waiting[self._scan[self._right]]:
             self._right -= 1
 
+    def ahead(self, side: int) -> Iterator[int]:
+        """The next few requests at an end of the scan: where the first has no room for now, one behind it may."""
+        step = 1 if side == _LEFT else -1
+        place, seen = (self._left if side == _LEFT else self._right), 0
+        while self._left <= place <= self._right and seen < _LOOKAHEAD:
+            request = int(self._scan[place])
+            place += step
+            if self._waiting[request]:
+                seen += 1
+                yield request
+
     def _take(self, request: int, side: int, taken: list[int]) -> None:
         self._waiting[request] = False
         self._remaining -= 1
         self._side[request] = side
         self._under_way[request] = None
+        self._prefixes.hold(request)
         self._waiting_compute -= self._compute[request]
         self._waiting_memory -= self._memory[request]
         self._waiting_area -= self._area[request]
         taken.append(request)
 
-    def _fits(self, request: int, memory: float) -> bool:
+    def _fits(self, request: int) -> bool:
         """Whether a request fits beside all that runs, none of which is done before it."""
         ids = np.fromiter((*self._under_way, request), np.int64, len(self._under_way) + 1)
         current = self._unique[ids] + self._produced[ids] + PAGE / 2
-        return peak_tokens(current, np.maximum(self._output[ids] - self._produced[ids], 0)) <= memory
+        ahead = np.maximum(self._output[ids] - self._produced[ids], 0)
+        return peak_tokens(current, ahead, self._output[request]) <= self.room(request)
+
+    def room(self, request: int) -> float:
+        """Tokens of the pool beside the shared prefixes, were this request to begin."""
+        return self._kv - self._prefixes.tokens - self._prefixes.missing(request)
 
 
 class _State:
@@ -236,6 +291,7 @@ class _State:
         produced, output = plan._produced[ids], plan._output[ids]
         self._held = plan._unique[ids] + produced + PAGE / 2
         self._ahead = np.maximum(output - produced, 0.0)
+        self._spread = float(((_UNKNOWN * output) ** 2).sum())  # variance of what all will hold
         right = plan._side[ids] == _RIGHT
         usual = plan._unique[ids] + output / 2  # what a request holds on average
         self._used = [float(usual[~right].sum()), float(usual[right].sum())]
@@ -249,19 +305,28 @@ class _State:
         self._density = _ratio(compute, memory)
         self._longest = float(self._ahead.max(initial=0.0))
         self._paced = plan._overlap and plan._reports
-        wanted = max(self._density * read / rates.linear, plan._free_rows) - float(begun.sum())
-        self._pace = min(float(plan._step_tokens), max(wanted, 1.0)) if self._paced else np.inf
+        # A mix that is even on the device is as fast as the density of the whole where that is above it, and needs no
+        # knowledge of lengths; the density makes steps alike to the end.
+        believed = self._density if plan._known else self._density / _DOUBT if plan._sure else 0.0
+        mix = max(believed, plan._even_mix)
+        decoding = float(begun.sum())
+        rows = min(float(plan._step_tokens), max(mix * read / rates.linear, plan._free_rows, decoding + 1))
+        self._mix = mix
+        self._pace = rows - decoding if self._paced else np.inf
+        self.step_rows = int(np.ceil(rows)) if self._paced else None
 
     def next(self) -> int | None:
         """The request to take now, with `side` set; None when no side that is under its share has room."""
-        plan = self.plan
-        ends = int(plan._scan[plan._left]), int(plan._scan[plan._right])
-        shares = self._shares()
-        lacking = [share - used for share, used in zip(shares, self._used)]
+        lacking = [share - used for share, used in zip(self._shares(), self._used)]
         for side in (_LEFT, _RIGHT) if lacking[_LEFT] > lacking[_RIGHT] else (_RIGHT, _LEFT):
-            if self._may(side, ends[side], lacking[side]) and self._fits(ends[side]):
-                self.side = side
-                return ends[side]
+            if not self._may(side, lacking[side]):
+                continue
+            # What the left side lacks of its share is kept for it.
+            kept = max(0.0, lacking[_LEFT]) if side == _RIGHT else 0.0
+            for request in self.plan.ahead(side):
+                if self._fits(request, kept):
+                    self.side = side
+                    return request
         return None
 
     def took(self, request: int) -> None:
@@ -272,35 +337,47 @@ class _State:
         self._held = np.append(self._held, unique + PAGE / 2)
         self._ahead = np.append(self._ahead, output)
         self._used[self.side] += unique + output / 2
-        plan._path[self.side] = plan._shared[request]
+        self._spread += (_UNKNOWN * output) ** 2
+        plan._last[self.side] = int(plan._top[request])
 
-    def _may(self, side: int, request: int, lacking: float) -> bool:
+    def _may(self, side: int, lacking: float) -> bool:
         if side == _LEFT and self._paced:
-            return self._pending == 0 or self._pending + self.plan._unique[request] <= self._pace
+            return self._pending < self._pace
+        if side == _RIGHT and self._paced and self._at_right > self._mix:
+            return (
+                False  # what stands at the right end is no longer memory-heavy: it is taken from the left, at its pace
+            )
         return lacking > 0
 
-    def _fits(self, request: int) -> bool:
+    def _fits(self, request: int, kept: float) -> bool:
         plan = self.plan
-        held = np.append(self._held, plan._unique[request] + PAGE / 2)
-        ahead = np.append(self._ahead, plan._output[request])
-        return peak_tokens(held, ahead) <= plan._kv - sum(plan._path)
+        output = plan._output[request]
+        held, ahead = np.append(self._held, plan._unique[request] + PAGE / 2), np.append(self._ahead, output)
+        # What becomes of the others after its end is none of its doing.
+        spread = 0.0 if plan._known else (self._spread + (_UNKNOWN * output) ** 2) ** 0.5
+        return peak_tokens(held, ahead, output) + kept + spread <= plan.room(request)
 
     def _shares(self) -> tuple[float, float]:
         """Tokens of memory for each side."""
         plan = self.plan
-        memory = plan._kv - sum(plan._path)
+        memory = plan._kv - plan._prefixes.tokens
         first, last = plan._left, plan._right + 1
         middle = min(last, first + _WINDOW), max(first, last - _WINDOW)
         compute, read = plan._sum_compute, plan._sum_memory
         at_left = _ratio(compute[middle[0]] - compute[first], read[middle[0]] - read[first])
         at_right = _ratio(compute[last] - compute[middle[1]], read[last] - read[middle[1]])
+        self._at_right = at_right
         left, right = memory_split(memory, at_left, at_right, self._density)
         if not self._paced:
             return left, right
+        output = float(plan._output[plan._scan[first : middle[0]]].mean())
+        left = min(memory / 2, max(left, self._pace * (output + 2)))  # prompts at that pace, until their answers end
         longest = max(self._longest, plan._output[plan._scan[plan._right]])
+        if not plan._known:  # nobody knows which of them is long: the sooner all have begun the better
+            return left, memory - left
         spread = self._area / (_HORIZON * longest)
         floor = plan._free_rows * plan._rates.linear / (max(self._density, 0.1) * plan._rates.kv)
-        return left, min(right, max(spread, floor))
+        return left, min(memory - left, max(spread, floor))
 
 
 def _ratio(compute: float, memory: float) -> float:

@@ -87,6 +87,11 @@ class FixedAdmission:
         self._under_way -= 1
 
     @property
+    def step_tokens(self) -> int | None:
+        """As many as the engine takes."""
+        return None
+
+    @property
     def follows_progress(self) -> bool:
         """Never."""
         return False

@@ -1,12 +1,13 @@
 """Output lengths that nobody knows yet: a sample is run first, the rest is thought like its relatives.
 
 A request's relatives are, from near to far: its node of the prefix tree, the top subtree over it, requests of its group
-with prompts of about its length, its group, all. Each level's estimate is the mean of the lengths seen there, drawn
+with prompts of about its length, its group. Each level's estimate is the mean of the lengths seen there, drawn
 towards the next farther level by `_PULL` imaginary observations of that level's estimate, so that a single sample of a
 subtree counts without being believed alone. `max_tokens` bounds every estimate.
 """
 
 import numpy as np
+from numpy.typing import NDArray
 
 from headrace.offline.planning.requests import JobRequests
 from headrace.offline.planning.tree import Floats, Ints, PrefixTree
@@ -20,6 +21,7 @@ OUTLIVED = 1.25
 _PULL = 1.0
 #: A subtree is a stratum of its own from so many requests on; smaller ones are sampled by group and prompt length.
 _STRATUM = 50
+_FEW = 3
 
 
 class LengthEstimator:
@@ -49,6 +51,7 @@ class LengthEstimator:
         ]
         in_large = np.bincount(np.maximum(top, 0), minlength=1)[np.maximum(top, 0)] >= _STRATUM
         self._strata = _numbered(np.where((top >= 0) & in_large, top + kinds.max(initial=0) + 1, kinds))
+        self._ended = np.zeros(int(groups.max(initial=-1)) + 1, np.int64)  # how many of each group
         self._seen = np.zeros(count)  # length of each finished request, 0: not finished
         self._running = np.zeros(count)  # tokens that running ones have produced
 
@@ -70,14 +73,33 @@ class LengthEstimator:
             chosen = chosen[np.argsort(-sizes[self._strata[chosen]], kind="stable")][:most]
         return chosen
 
-    def observe(self, request: int, output_tokens: int) -> None:
-        """One has ended."""
+    def observe(self, request: int, output_tokens: int) -> bool:
+        """One has ended.
+
+        Returns:
+            Whether its group's estimate may be a different one now: at the 1st, 2nd, 3rd, 4th, 8th, .. of the group.
+        """
         self._seen[request] = max(1, output_tokens)
         self._running[request] = 0
+        group = self._levels[0][request]
+        self._ended[group] += 1
+        ended = int(self._ended[group])
+        return ended == _FEW or ended & (ended - 1) == 0
 
     def progress(self, requests: Ints, output_tokens: Ints) -> None:
         """Running ones have produced so many tokens."""
         self._running[requests] = output_tokens
+
+    def known(self) -> NDArray[np.bool_]:
+        """Requests of groups of which more have ended than run: their estimates are more than a guess.
+
+        While most of those that began still run, the ones that have ended are the short ones.
+        """
+        if self._known is not None:
+            return np.ones(len(self._seen), bool)
+        group = self._levels[0]
+        running = np.bincount(group, self._running > 0, minlength=len(self._ended))
+        return np.asarray((self._ended >= np.maximum(_FEW, running))[group], bool)
 
     def estimate(self) -> Floats:
         """Output tokens of every request: seen, known, or estimated.
@@ -87,16 +109,17 @@ class LengthEstimator:
         if self._known is not None:
             return np.maximum(self._known, 1.0)
         done = self._seen > 0
-        overall = PRIOR_SHARE * self._limits
-        if done.any():  # what share of its limit a request uses is more alike among strangers than its length
-            used = float(self._seen[done].sum() / self._limits[done].sum())
-            pulled = (used * done.sum() + PRIOR_SHARE * _PULL) / (done.sum() + _PULL)
-            overall = pulled * self._limits
-        value = np.maximum(overall, 1.0)
+        # A kind that nothing is known of is thought long: if it is short, that is soon seen.
+        value = np.maximum(PRIOR_SHARE * self._limits, 1.0)
         for level in self._levels:
             outlived = (self._running > 0) & (self._running >= value)
-            weight = (done | outlived).astype(np.float64)
-            length = np.where(done, self._seen, np.where(outlived, OUTLIVED * self._running, 0.0))
+            if level is self._levels[0]:  # those that run outlive the ones that ended: they are thought as before
+                counts = done | (self._running > 0)
+                length = np.where(done, self._seen, np.where(counts, np.maximum(OUTLIVED * self._running, value), 0.0))
+            else:
+                counts = done | outlived
+                length = np.where(done, self._seen, np.where(outlived, OUTLIVED * self._running, 0.0))
+            weight = counts.astype(np.float64)
             count = np.bincount(level, weight)[level]
             total = np.bincount(level, length)[level]
             value = (total + _PULL * value) / (count + _PULL)

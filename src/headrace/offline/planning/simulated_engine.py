@@ -32,6 +32,7 @@ class Run:
     Attributes:
         seconds: of all steps.
         order: requests in the order they were handed over.
+        handed_s: when each of them was, in seconds from the beginning.
         hit_tokens: prompt tokens that were not computed.
         computed_tokens: rows that went through the layers.
         preemptions: running requests sent back to the queue.
@@ -41,6 +42,7 @@ class Run:
 
     seconds: float = 0.0
     order: list[int] = field(default_factory=list)
+    handed_s: list[float] = field(default_factory=list)
     hit_tokens: int = 0
     computed_tokens: int = 0
     preemptions: int = 0
@@ -129,12 +131,14 @@ class SimulatedEngine:
         self._left = np.zeros(0, np.int64)
         self._own: dict[int, int] = {}  # prompt tokens each running request holds beyond its shared prefix
         self._result = Run()
+        self._now = 0.0
         self._columns: list[NDArray[np.float64]] = []
         changed = True
         while True:
             if changed or admission.follows_progress:
                 new = admission.admit()
                 self._result.order += new
+                self._result.handed_s += [self._now] * len(new)
                 self._queue.extend((request, 0) for request in new)
             if not self._queue and not self._prefilling and not len(self._ids):
                 break
@@ -165,7 +169,8 @@ class SimulatedEngine:
         if len(self._ids):
             self._make_room()
         decoding = len(self._ids)
-        chunks, compute = self._chunks(self._step_tokens - decoding)
+        most = self._step_tokens if admission.step_tokens is None else min(admission.step_tokens, self._step_tokens)
+        chunks, compute = self._chunks(max(most - decoding, 0 if decoding else 1))
         prefill = sum(length for _, length in chunks)
         if not prefill and not decoding:
             raise ValueError(f"request {self._queue[0][0]} does not fit a pool of {self._kv_tokens} tokens")
@@ -176,6 +181,7 @@ class SimulatedEngine:
         memory = self._read_seconds()
         seconds = self._fixed + overlapped(compute, memory, self._overlap)
         held = float(self._cache.held)
+        self._now += seconds
         self._columns.append(np.array([[seconds], [compute], [memory], [decoding + prefill], [prefill], [held]]))
         return self._after(chunks, admission)
 
@@ -311,6 +317,7 @@ class SimulatedEngine:
         grown = base + np.arange(steps) * decoding * self._kv_seconds
         compute = self._linear[decoding] + self._head[decoding]
         seconds = np.array([self._fixed + overlapped(compute, memory, self._overlap) for memory in grown.tolist()])
+        self._now += float(seconds.sum())
         full = np.full(steps, float(decoding))
         held = self._cache.held - np.arange(steps - 1, -1, -1.0) * decoding
         self._columns.append(np.stack((seconds, np.full(steps, compute), grown, full, np.zeros(steps), held)))

@@ -29,12 +29,13 @@ def memory_split(memory: float, left: float, right: float, whole: float) -> tupl
     return share * memory, (1 - share) * memory
 
 
-def peak_tokens(current: Floats, left_to_produce: Floats) -> float:
+def peak_tokens(current: Floats, left_to_produce: Floats, steps: float = np.inf) -> float:
     """The most tokens that sequences will hold at once, when each gains one a step and leaves when it is done.
 
     Args:
         current: tokens each holds now.
         left_to_produce: tokens each is still to produce.
+        steps: how far to look ahead.
 
     When the k-th longest-lived one ends after r steps, those that live as long hold what they hold now plus r each; the
     peak is at one of these moments.
@@ -42,5 +43,5 @@ def peak_tokens(current: Floats, left_to_produce: Floats) -> float:
     if not len(current):
         return 0.0
     order = np.argsort(-left_to_produce, kind="stable")
-    held = np.cumsum(current[order])
-    return float(np.max(held + np.arange(1, len(order) + 1) * left_to_produce[order]))
+    held, ends = np.cumsum(current[order]), np.minimum(left_to_produce[order], steps)
+    return float(np.max(held + np.arange(1, len(order) + 1) * ends))

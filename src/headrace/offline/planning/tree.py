@@ -74,9 +74,9 @@ class PrefixTree:
 
 def sorted_by_tokens(requests: JobRequests) -> Ints:
     """Requests in the lexicographic order of their prompts; a prompt comes before its continuations."""
-    raw = memoryview(requests.tokens.astype(">u4").tobytes())
-    bounds = (4 * requests.offsets).tolist()
-    rows = [bytes(raw[begin:end]) for begin, end in pairwise(bounds)]
+    tokens = requests.tokens
+    # Most significant byte first, so that bytes compare as tokens do.
+    rows = [tokens[begin:end].astype(">u4").tobytes() for begin, end in pairwise(requests.offsets.tolist())]
     return np.array(sorted(range(len(rows)), key=rows.__getitem__), np.int64)
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TypeVar
 
+from headrace.store.native.library import Job, read_file
 from headrace.store.part import PartId
 from headrace.store.tiers.folder import TierFolder
 from headrace.store.tiers.os_errors import tier_error
@@ -55,19 +56,28 @@ class FileTier:
 
     def read(self, part: PartId, offset: int, into: memoryview) -> None:
         """See `Tier.read`. A read from the start of a part marks it as used."""
-        fd = self._open(part)
+        self._read(part, offset, into, None)
+
+    def read_and_settle(self, part: PartId, offset: int, into: memoryview, job: Job) -> int:
+        """See `SettlingTier.read_and_settle`."""
+        self._read(part, offset, into, job)
+        answer: int = job.answer
+        return answer
+
+    def _read(self, part: PartId, offset: int, into: memoryview, job: Job | None) -> None:
+        path = self._files.file(part)
         try:
-            read_fully(fd, offset, into)
-            if self._forget:
-                os.posix_fadvise(fd, offset, len(into), os.POSIX_FADV_DONTNEED)
-            if offset == 0:
-                _mark_used(fd)
-        except EOFError as error:
-            raise PartCutShort(f"tier {self.name}: {part.name} is cut short: {error}") from error
+            done = self._again_if_present(lambda: read_file(path, self._flags, offset, into, self._forget, job))
+        except FileNotFoundError as error:
+            if self._files.present:
+                raise PartMissing(f"tier {self.name}: there is no {part.name}") from error
+            raise tier_error(self.name, f"reading {part.name}", error) from error
         except OSError as error:
             raise tier_error(self.name, f"reading {part.name}", error) from error
-        finally:
-            os.close(fd)
+        if done < len(into):
+            raise PartCutShort(f"tier {self.name}: {part.name} is cut short: {done} bytes at {offset} of {len(into)}")
+        if offset == 0:
+            _mark_used(path)
 
     def create(self, part: PartId, nbytes: int) -> FilePartWriter:
         """See `Tier.create`."""
@@ -97,17 +107,6 @@ class FileTier:
     def close(self) -> None:
         """See `Tier.close`. Nothing is kept open."""
 
-    def _open(self, part: PartId) -> int:
-        path = self._files.file(part)
-        try:
-            return self._again_if_present(lambda: os.open(path, self._flags))
-        except FileNotFoundError as error:
-            if self._files.present:
-                raise PartMissing(f"tier {self.name}: there is no {part.name}") from error
-            raise tier_error(self.name, f"opening {part.name}", error) from error
-        except OSError as error:
-            raise tier_error(self.name, f"opening {part.name}", error) from error
-
     def _again_if_present(self, call: Callable[[], T]) -> T:
         try:
             return call()
@@ -133,8 +132,8 @@ def read_fully(fd: int, offset: int, into: memoryview) -> None:
         done += count
 
 
-def _mark_used(fd: int) -> None:
-    # Where the file system is read-only, a part just looks older than it is.
-    if time.time() - os.fstat(fd).st_mtime > _USED_SECONDS:
-        with contextlib.suppress(OSError):
-            os.utime(fd)
+def _mark_used(path: str) -> None:
+    # Where the file system is read-only, or it has been deleted meanwhile, a part just looks older than it is.
+    with contextlib.suppress(OSError):
+        if time.time() - os.lstat(path).st_mtime > _USED_SECONDS:
+            os.utime(path, follow_symlinks=False)

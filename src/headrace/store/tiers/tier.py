@@ -12,9 +12,10 @@ Rules for every tier:
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal, Protocol, runtime_checkable
 
 from headrace.core.errors import HeadraceError
+from headrace.store.native.library import Job
 from headrace.store.part import PartId
 
 Scope = Literal["node", "cluster"]
@@ -128,6 +129,21 @@ class Tier(Protocol):
 
     def close(self) -> None:
         """Let go of what is open; parts stay."""
+        ...
+
+
+@runtime_checkable
+class SettlingTier(Protocol):
+    """A tier that reads and settles in one call without the interpreter lock."""
+
+    def read_and_settle(self, part: PartId, offset: int, into: memoryview, job: Job) -> int:
+        """Do what `Tier.read` does and then `job.settle`; returns what that returns.
+
+        Raises:
+            PartMissing: there is no such part.
+            PartCutShort: it has fewer bytes.
+            TierError: the read failed.
+        """
         ...
 
 
