@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from cli_runs import headrace
 
-from headrace.bench import latency, step
+from headrace.bench import batch_online, latency, step
 from headrace.bench.local_engine import with_cache, with_scheduler
 from headrace.bench.server_process import ServerFailed, free_port, running_server
 from headrace.core.config import Config, EngineConfig, ModelConfig, ServerConfig
@@ -32,6 +32,16 @@ def test_a_long_prompt_beside_a_user(config: EngineConfig) -> None:
     assert result["user_gaps"] > 0
     assert result["ttft_ratio"] == pytest.approx(result["beside_ttft_s"] / result["idle_ttft_s"], rel=0.2)
     assert result["user_itl_p50_ms"] <= result["user_itl_p99_ms"] <= result["user_itl_max_ms"]
+
+
+def test_online_requests_beside_a_batch(config: EngineConfig) -> None:
+    load = batch_online.Load(requests=4, rate=4.0, prompt_tokens=60, output_tokens=4, vocabulary=400)
+    result = batch_online.measure(config, load, rounds=1, settle_s=1.0)
+    assert result["online_requests"] == 4
+    assert 0 < result["idle_ttft_p50_s"] <= result["idle_ttft_p90_s"]
+    assert result["ttft_p90_ratio"] == pytest.approx(result["during_ttft_p90_s"] / result["idle_ttft_p90_s"], rel=0.2)
+    assert result["batch_alone_tokens_per_s"] > 0
+    assert result["within_bound"] in (True, False)
 
 
 def test_a_server_that_cannot_start_says_why(config: EngineConfig) -> None:

@@ -184,8 +184,8 @@ class BatchService:
                 continue
             if state.final:
                 folder.tidy(spec)  # a server that died at the very end has not done it
-            elif spec.fingerprint == self._endpoint.fingerprint:
-                found.append(folder)
+            elif spec.fingerprint == self._endpoint.fingerprint or (spec.expires_at or math.inf) <= self._clock():
+                found.append(folder)  # one of another model is only ended when its time is up
         return found
 
     def _queue(self, folder: JobFolder) -> None:

@@ -46,12 +46,14 @@ class Load:
         rate: per second.
         prompt_tokens: of each; all prompts differ from the first token on.
         output_tokens: of each.
+        vocabulary: token ids of all prompts, the batch's too, are below this.
     """
 
     requests: int = 40
     rate: float = 1.0
     prompt_tokens: int = 200
     output_tokens: int = 16
+    vocabulary: int = 40000
 
 
 @dataclass
@@ -101,13 +103,13 @@ def measure(config: EngineConfig, load: Load, rounds: int = 2, settle_s: float =
     folder = model_folder(config)
     server = replace(ServerConfig(), port=free_port(), log_level="warning")
     seen = Seen()
-    prompts = random_prompts(40000, [load.prompt_tokens] * (load.requests * 2 * rounds + 4), 1, seed=5)
+    prompts = random_prompts(load.vocabulary, [load.prompt_tokens] * (load.requests * 2 * rounds + 4), 1, seed=5)
     tokens = [item.prompt for item in prompts]
     with running_server(Config(config, server)) as url, progress("batch beside online requests", rounds) as advance:
         asyncio.run(_online(url, [tokens.pop() for _ in range(4)], load))  # first touches
         for number in range(rounds):
             seen.idle += asyncio.run(_online(url, [tokens.pop() for _ in range(load.requests)], load))[0]
-            with _batch(url, number):
+            with _batch(url, number, load.vocabulary):
                 seen.alone_rate.append(_watch(url, settle_s))
                 before = _counters(url)
                 started = time.perf_counter()
@@ -144,13 +146,14 @@ async def _online(url: str, prompts: Sequence[list[int]], load: Load) -> tuple[l
 
 
 @contextmanager
-def _batch(url: str, number: int) -> Iterator[None]:
+def _batch(url: str, number: int, vocabulary: int) -> Iterator[None]:
     """A batch under way; cancelled and deleted at the end."""
     lines = []
     for part in range(_BATCHES_OF_MIXED):
         for item in mixed(1000 * number + part):
+            prompt = [token % vocabulary for token in item.prompt]
             body = {
-                "model": "default", "prompt": item.prompt, "max_tokens": item.max_tokens, "temperature": 0.0,
+                "model": "default", "prompt": prompt, "max_tokens": item.max_tokens, "temperature": 0.0,
                 "ignore_eos": True,
             }  # fmt: skip
             custom_id = f"{part}-{item.custom_id}"
