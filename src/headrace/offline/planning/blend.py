@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.offline.planning.lengths import LengthEstimator
+from headrace.offline.planning.lengths import SMALL, LengthEstimator
 from headrace.offline.planning.prefixes import HeldPrefixes
 from headrace.offline.planning.requests import JobRequests
 from headrace.offline.planning.split import memory_split, peak_tokens
@@ -98,7 +98,13 @@ class BlendAdmission:
         self._finished = 0
         self._replan_at = 0
         self._step_rows: int | None = None
+        self._warm = np.zeros(
+            len(self._tree.parent), bool
+        )  # small subtrees that the warm-up has computed the prefix of
         self._sample = self._estimator.sample(seed).tolist()[::-1]
+        tops = self._top[self._sample]
+        size = self._tree.last - self._tree.first
+        self._warm[tops[(tops >= 0) & (size[tops] < SMALL)]] = True
         #: Requests that a plan moved away from their prefix, by the last plan.
         self.split = 0
         #: Requests of the warm-up.
@@ -180,11 +186,7 @@ class BlendAdmission:
         order = order_by_density(self._tree, compute, memory, self._rates)
         self.split = len(order.split)
         kept = np.flatnonzero(self._waiting[order.requests])
-        # A subtree that is being worked on stays at its end, whatever the new estimates say: its prefix is there.
-        top = self._top[order.requests[kept]]
-        place = np.where((top >= 0) & (top == self._last[_LEFT]), -1, 0)
-        place = np.where((top >= 0) & (top == self._last[_RIGHT]) & (place == 0), 1, place)
-        kept = kept[np.argsort(place, kind="stable")]
+        kept = kept[np.argsort(self._pulled(self._top[order.requests[kept]]), kind="stable")]
         self._scan: Ints = order.requests[kept]
         self._left, self._right = 0, len(self._scan) - 1
         self._sum_compute = running_sums(order.compute[kept])
@@ -204,6 +206,26 @@ class BlendAdmission:
         self._sure = float(memory[open_ & known].sum()) >= _SURE * whole
         step = max(16, self._finished // 2)
         self._replan_at = self._finished + min(step, max(16, len(self._waiting) // 20))
+
+    def _pulled(self, top: Ints) -> Ints:
+        """How far subtrees whose prefix is in the pool are pulled to an end of the scan: -2 and 2 most, 0 not at all.
+
+        A subtree that is being worked on stays at its end, whatever new estimates say; small ones of which a request
+        ran in the warm-up come next, at the end they are nearer to.
+
+        Args:
+            top: the subtree below the root of each request, in the order of the scan.
+        """
+        place = np.zeros(len(top), np.int64)
+        under = top >= 0
+        warm = np.flatnonzero(under & self._warm[top])
+        if len(warm):
+            _, number = np.unique(top[warm], return_inverse=True)
+            middle = np.bincount(number, warm) / np.bincount(number)
+            place[warm] = np.where(middle[number] < len(top) / 2, -1, 1)
+        place[under & (top == self._last[_RIGHT])] = 2
+        place[under & (top == self._last[_LEFT])] = -2
+        return place
 
     def _rates_floor(self, profile: DeviceProfile) -> float:
         """Rows whose linears take as long as those of one row."""

@@ -20,7 +20,7 @@ PRIOR_SHARE = 0.5
 OUTLIVED = 1.25
 _PULL = 1.0
 #: A subtree is a stratum of its own from so many requests on; smaller ones are sampled by group and prompt length.
-_STRATUM = 50
+SMALL = 50
 _FEW = 3
 
 
@@ -49,7 +49,7 @@ class LengthEstimator:
             _numbered(np.where(top >= 0, top + kinds.max(initial=0) + 1, kinds)),
             _numbered(np.where(above > 0, above + kinds.max(initial=0) + 1, kinds)),
         ]
-        in_large = np.bincount(np.maximum(top, 0), minlength=1)[np.maximum(top, 0)] >= _STRATUM
+        in_large = np.bincount(np.maximum(top, 0), minlength=1)[np.maximum(top, 0)] >= SMALL
         self._strata = _numbered(np.where((top >= 0) & in_large, top + kinds.max(initial=0) + 1, kinds))
         self._ended = np.zeros(int(groups.max(initial=-1)) + 1, np.int64)  # how many of each group
         self._seen = np.zeros(count)  # length of each finished request, 0: not finished
