@@ -34,7 +34,9 @@ from headrace.perf.step_time import StepTimeModel
 #: The bound of the issue: so many times the time to first token of an idle server, and the time of one layer.
 BOUND = 1.5
 _COUNTERS = re.compile(r"^headrace:(computed_tokens_total|abandoned_steps_total|steps_total)\S* (\S+)$", re.M)
-_BATCHES_OF_MIXED = 24  # 1,536 lines: more than any run gets done
+#: A batch begins within this time, or never.
+PLANNING_S = 300.0
+MIXES = 24  # of 64 lines each: more than any run gets done
 
 
 @dataclass(frozen=True)
@@ -91,7 +93,9 @@ class Seen:
         }
 
 
-def measure(config: EngineConfig, load: Load, rounds: int = 2, settle_s: float = 15.0) -> dict[str, Any]:
+def measure(
+    config: EngineConfig, load: Load, rounds: int = 2, settle_s: float = 15.0, mixes: int = MIXES
+) -> dict[str, Any]:
     """Start a server and measure.
 
     Args:
@@ -99,6 +103,7 @@ def measure(config: EngineConfig, load: Load, rounds: int = 2, settle_s: float =
         load: the online requests.
         rounds: how often the phases are gone through.
         settle_s: how long the batch is watched alone.
+        mixes: size of the batch, in mixed workloads of 64 lines.
     """
     folder = model_folder(config)
     server = replace(ServerConfig(), port=free_port(), log_level="warning")
@@ -109,7 +114,7 @@ def measure(config: EngineConfig, load: Load, rounds: int = 2, settle_s: float =
         asyncio.run(_online(url, [tokens.pop() for _ in range(4)], load))  # first touches
         for number in range(rounds):
             seen.idle += asyncio.run(_online(url, [tokens.pop() for _ in range(load.requests)], load))[0]
-            with _batch(url, number, load.vocabulary):
+            with _batch(url, number, load.vocabulary, mixes):
                 seen.alone_rate.append(_watch(url, settle_s))
                 before = _counters(url)
                 started = time.perf_counter()
@@ -146,10 +151,10 @@ async def _online(url: str, prompts: Sequence[list[int]], load: Load) -> tuple[l
 
 
 @contextmanager
-def _batch(url: str, number: int, vocabulary: int) -> Iterator[None]:
+def _batch(url: str, number: int, vocabulary: int, mixes: int) -> Iterator[None]:
     """A batch under way; cancelled and deleted at the end."""
     lines = []
-    for part in range(_BATCHES_OF_MIXED):
+    for part in range(mixes):
         for item in mixed(1000 * number + part):
             prompt = [token % vocabulary for token in item.prompt]
             body = {
@@ -163,8 +168,7 @@ def _batch(url: str, number: int, vocabulary: int) -> Iterator[None]:
         file = client.post("/v1/files", data={"purpose": "batch"}, files={"file": ("in.jsonl", content)}).json()
         asked = {"input_file_id": file["id"], "endpoint": COMPLETIONS, "completion_window": "24h"}
         batch = client.post("/v1/batches", json=asked).json()
-        while client.get(f"/v1/batches/{batch['id']}").json()["status"] == "validating":
-            time.sleep(0.1)
+        _wait_for_work(client, url, batch["id"])
         try:
             yield
         finally:
@@ -177,6 +181,17 @@ def _batch(url: str, number: int, vocabulary: int) -> Iterator[None]:
             for name in ("input_file_id", "output_file_id", "error_file_id"):
                 if state[name]:
                     client.delete(f"/v1/files/{state[name]}")
+
+
+def _wait_for_work(client: httpx.Client, url: str, batch: str) -> None:
+    """Return once the batch is validated and planned, and the engine has begun with it."""
+    idle = _counters(url)["computed_tokens_total"]
+    deadline = time.monotonic() + PLANNING_S
+    while _counters(url)["computed_tokens_total"] <= idle:
+        status = client.get(f"/v1/batches/{batch}").json()["status"]
+        if status not in ("validating", "in_progress") or time.monotonic() > deadline:
+            raise HeadraceError(f"the batch does not begin; it is {status}")
+        time.sleep(0.1)
 
 
 def _watch(url: str, seconds: float) -> float:
