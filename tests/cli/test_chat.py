@@ -53,6 +53,8 @@ def test_the_command_talks_to_a_server(tmp_path: Path) -> None:
         words = ["chat", "--url", f"{server.url}/v1", "--system", "x", "--max-tokens", "50"]
         done = headrace(*words, home=tmp_path, stdin="[[one]]\n[[two]]\n")
         assert (done.returncode, done.stdout) == (0, "one\ntwo\n")
+        done = headrace("chat", "--url", server.url.removeprefix("http://"), home=tmp_path, stdin="[[three]]\n")
+        assert (done.returncode, done.stdout) == (0, "three\n")
         done = headrace("chat", "--url", server.url, "--model", "nobody", home=tmp_path, stdin="hi\n")
         assert done.returncode == 1
         assert "404" in done.stderr

@@ -9,9 +9,10 @@ import pytest
 from engine_world import config, drain, engine, request, tokens
 
 from headrace.bench.tiny_models import save
-from headrace.core.config import StoreConfig
+from headrace.core.config import EngineConfig, ModelConfig, StoreConfig
+from headrace.core.errors import ConfigError
 from headrace.core.request import Request
-from headrace.engine.build import EngineParts
+from headrace.engine.build import EngineParts, build
 from headrace.engine.core import Engine
 from headrace.store.layout import KVLayout
 from headrace.store.opening import OpenedStore, open_store
@@ -247,3 +248,9 @@ def test_a_cold_prefix_asked_for_by_many_at_once_is_computed_once_and_lies_once_
     again, _ = start(*tiers)
     for tier in again.stats().store_tiers.values():
         assert tier["parts"] == 3000 // CHUNK
+
+
+def test_a_wrong_tier_is_refused_before_the_model_is_looked_for(tmp_path: Path) -> None:
+    model = ModelConfig(model=str(tmp_path / "none"))
+    with pytest.raises(ConfigError, match="unknown tier '/mnt/nvme'"):
+        build(EngineConfig(model=model, store=StoreConfig(tier=("/mnt/nvme",))))

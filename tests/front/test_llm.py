@@ -182,6 +182,8 @@ def test_options_take_our_names_and_vllms() -> None:
     assert (config.scheduler.max_num_seqs, config.model.seed) == (3, 0)
     with pytest.raises(ConfigError, match="did you mean max_model_len"):
         engine_config("m", {"max_modl_len": 3})
+    with pytest.raises(ConfigError, match="--kv-memory 8GiB"):
+        engine_config("m", {"gpu_memory_utilization": 0.5})
     with pytest.raises(ConfigError, match="not one of"):
         engine_config("m", {"dtype": "int3"})
     with pytest.raises(ConfigError, match="given twice"):

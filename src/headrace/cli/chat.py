@@ -28,6 +28,8 @@ def chat(
 ) -> None:
     """Talk to a model; the answer appears as it is written."""
     with ExitStack() as stack:
+        if url is not None and "://" not in url:
+            url = f"http://{url}"
         if url is None:
             url = stack.enter_context(_own_server(engine))
             name = "default"

@@ -31,6 +31,7 @@ from headrace.perf.profile import load_or_default
 from headrace.perf.step_time import StepTimeModel
 from headrace.store.layout import KVLayout
 from headrace.store.opening import OpenedStore, open_store
+from headrace.store.tiers.spec import check_specs
 
 #: KV memory where nothing is said: on CPU, which others use too, a share of what is free, up to a limit; on a device,
 #: ours but for activations, a larger share, up to so many times what all sequences hold at their longest.
@@ -81,6 +82,8 @@ def build(
     begun = time.perf_counter()
     model, cache, limits = config.model, config.cache, config.scheduler
     check(config)
+    if config.store.store:
+        check_specs(config.store.tier)
     tell = progress or (lambda phase, done: None)
     device = model.device if model.device != "auto" else ("cuda" if torch.cuda.is_available() else "cpu")
     threads = model.threads or len(os.sched_getaffinity(0))

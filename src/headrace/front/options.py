@@ -7,6 +7,7 @@ import msgspec
 
 from headrace.core.config import EngineConfig
 from headrace.core.errors import ConfigError, InvalidRequest
+from headrace.core.foreign import way_out
 from headrace.core.sampling import SamplingParams
 from headrace.core.settings import build, nearest, settings_of
 from headrace.front.tokenizer import Tokenizer
@@ -35,7 +36,8 @@ def engine_config(model: str, options: Mapping[str, Any]) -> EngineConfig:
     for given, value in options.items():
         name = _ALIASES.get(given, given)
         if name not in settings or name == "model":
-            raise ConfigError(f"unknown engine option {given!r}{nearest(given, [*settings, *_ALIASES])}")
+            hint = way_out(given) or nearest(given, [*settings, *_ALIASES])
+            raise ConfigError(f"unknown engine option {given!r}{hint}")
         if name in values:
             raise ConfigError(f"option {given!r} is given twice, under two names")
         if value is not None:  # as vLLM has it: None means the default

@@ -126,12 +126,7 @@ def build_tiers(specs: Sequence[str], home: Path) -> list[Tier]:
     Raises:
         ConfigError: a text is wrong, a folder is given twice, or a tier cannot be made.
     """
-    parsed = [parse_spec(text) for text in specs]
-    paths = [spec.path.expanduser().resolve() for spec in parsed if spec.path is not None]
-    for path in paths:
-        if paths.count(path) > 1:
-            raise ConfigError(f"folder {path} is given as a tier twice; keep one")
-    _check_memory(sum(spec.capacity for spec in parsed if spec.kind == "memory"))
+    parsed = check_specs(specs)
     store = blake2b(str(home.expanduser().resolve()).encode(), digest_size=8).hexdigest()
     tiers: list[Tier] = []
     memories = 0
@@ -148,6 +143,21 @@ def build_tiers(specs: Sequence[str], home: Path) -> list[Tier]:
             tier = ThrottledTier(tier, how.bandwidth, how.latency, how.depth, how.write)
         tiers.append(tier)
     return tiers
+
+
+def check_specs(specs: Sequence[str]) -> list[TierSpec]:
+    """What tier texts say, before anything is made.
+
+    Raises:
+        ConfigError: a text is wrong, a folder is given twice, or memory tiers exceed the shared memory there is.
+    """
+    parsed = [parse_spec(text) for text in specs]
+    paths = [spec.path.expanduser().resolve() for spec in parsed if spec.path is not None]
+    for path in paths:
+        if paths.count(path) > 1:
+            raise ConfigError(f"folder {path} is given as a tier twice; keep one")
+    _check_memory(sum(spec.capacity for spec in parsed if spec.kind == "memory"))
+    return parsed
 
 
 def _check_memory(total: int) -> None:
