@@ -153,10 +153,12 @@ def test_offline_prompts_are_cut_shorter_while_their_steps_are_given_up() -> Non
     for expected in (256, 128, 64, 32, 16, 16):
         budget.abandoned()
         assert chunk() == expected
-    budget.finished(online=False, seconds=0.1)
+    budget.finished(online=False, seconds=0.1, prefill=15)
+    assert chunk() == 16
+    budget.finished(online=False, seconds=0.1, prefill=16)
     assert chunk() == 48
     for _ in range(32):
-        budget.finished(online=False, seconds=0.1)
+        budget.finished(online=False, seconds=0.1, prefill=chunk())
     assert chunk() == 512
 
 
@@ -171,8 +173,8 @@ def test_where_online_requests_leave_no_time_the_share_shrinks() -> None:
 
     assert beside() == 39
     for _ in range(100):
-        budget.finished(online=True, seconds=1.0)
+        budget.finished(online=True, seconds=1.0, prefill=0)
     assert beside() == 10
     for _ in range(100):
-        budget.finished(online=False, seconds=1.0)
+        budget.finished(online=False, seconds=1.0, prefill=0)
     assert beside() == 39

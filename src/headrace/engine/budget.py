@@ -50,11 +50,11 @@ class StepBudget:
             if self._model is not None:
                 self._most_seconds = self._model.seconds(self._load) * (1 + share)
 
-    def finished(self, online: bool, seconds: float) -> None:
-        """A step was done, with online tokens or without."""
+    def finished(self, online: bool, seconds: float, prefill: int) -> None:
+        """A step was done, with online tokens or without, and with so many of prompts."""
         kept = math.exp(-seconds / BUSY_SECONDS)
         self._online_busy = kept * self._online_busy + (1 - kept) * online
-        if not online:
+        if not online and prefill >= self._chunk:  # short steps say nothing of longer ones
             self._chunk = min(self._most, self._chunk + max(1, self._most // CHUNK_GROWTH))
 
     def abandoned(self) -> None:

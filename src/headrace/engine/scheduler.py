@@ -260,7 +260,8 @@ class Scheduler:
         counters.step_seconds += result.seconds
         counters.computed_tokens += plan.tokens
         self._budget.observe(plan.predicted_s, result.seconds)
-        self._budget.finished(plan.service == "online", result.seconds)
+        prefill = sum(chunk.length for chunk in plan.chunks if chunk.phase == "prefill")
+        self._budget.finished(plan.service == "online", result.seconds, prefill)
         progress = []
         for chunk in plan.chunks:
             seq = self._sequences[chunk.seq]
