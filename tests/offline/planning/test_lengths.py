@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from planning_examples import random_job
 
@@ -57,12 +57,13 @@ def test_a_running_request_that_outlives_its_estimate_raises_it() -> None:
     assert after[31] > before[31]
 
 
-@given(st.integers(0, 1000), st.sampled_from([1, 99, 400, 2000]))
+@settings(max_examples=20)
+@given(st.integers(0, 1000), st.sampled_from([1, 99, 400, 1000]))
 def test_sample_is_a_hundredth_and_holds_every_large_kind(seed: int, count: int) -> None:
     requests, lengths = random_job(seed, count)
     sample = estimator(requests).sample(seed)
     assert len(set(sample.tolist())) == len(sample)
     assert 1 <= len(sample) <= max(1, int(np.ceil(count * SAMPLE)))
-    if count == 2000:
+    if count == 1000:
         assert set(requests.groups[sample].tolist()) == {0, 1}
     assert len(estimator(requests, lengths).sample(seed)) == 0

@@ -7,16 +7,15 @@ proportion to what it reads. Densities and shares are of what is left to do, com
 estimates correct themselves: an early end admits more, an answer that goes on for too long counts to the right.
 """
 
-from collections.abc import Iterator
-
 import numpy as np
 from numpy.typing import NDArray
 
 from headrace.offline.planning.lengths import SMALL, LengthEstimator
 from headrace.offline.planning.prefixes import HeldPrefixes
 from headrace.offline.planning.requests import JobRequests
+from headrace.offline.planning.scan import LEFT, RIGHT, Scan, pulled, ratio
 from headrace.offline.planning.split import memory_split, peak_tokens
-from headrace.offline.planning.tree import Ints, PrefixTree, running_sums
+from headrace.offline.planning.tree import Ints, PrefixTree
 from headrace.offline.planning.tree_order import order_by_density
 from headrace.perf.density import ROWS, CostRates
 from headrace.perf.model_shape import ModelShape
@@ -25,8 +24,6 @@ from headrace.perf.profile import DeviceProfile
 
 #: Tokens of a KV page: prefixes are shared in whole pages, and a sequence wastes half a page on average.
 PAGE = 16
-#: Requests at each end whose density stands for the end.
-_WINDOW = 64
 #: A left request that has produced so many times its estimate counts to the right side.
 _UNDERESTIMATED = 2.0
 #: The longest request should be done when all are: memory is given to as few at once as that takes, and this much more.
@@ -39,9 +36,6 @@ _WEIGHTY = 0.05
 _DOUBT = 1.3
 #: Standard deviation of an estimated length over its mean (own): so much of what runs together is kept free.
 _UNKNOWN = 0.4
-#: Requests looked at where the one at the end of the scan has no room.
-_LOOKAHEAD = 8
-_LEFT, _RIGHT = 0, 1
 
 
 class BlendAdmission:
@@ -98,9 +92,8 @@ class BlendAdmission:
         self._finished = 0
         self._replan_at = 0
         self._step_rows: int | None = None
-        self._warm = np.zeros(
-            len(self._tree.parent), bool
-        )  # small subtrees that the warm-up has computed the prefix of
+        #: Small subtrees of which the warm-up computes the prefix.
+        self._warm = np.zeros(len(self._tree.parent), bool)
         self._sample = self._estimator.sample(seed).tolist()[::-1]
         tops = self._top[self._sample]
         size = self._tree.last - self._tree.first
@@ -165,15 +158,15 @@ class BlendAdmission:
         state = _State(self)
         self._step_rows = state.step_rows
         while self._remaining and len(self._under_way) < self._max_seqs:
-            self._skip_taken()
+            self._scan.skip_taken()
             request = state.next()
             if request is None:
                 break
             self._take(request, state.side, taken)
             state.took(request)
         if not self._under_way:  # nothing fits an empty pool: the engine shall judge
-            self._skip_taken()
-            self._take(int(self._scan[self._left]), _LEFT, taken)
+            self._scan.skip_taken()
+            self._take(self._scan.end(LEFT), LEFT, taken)
         return taken
 
     # -- planning -------------------------------------------------------------------------------------------------
@@ -186,11 +179,13 @@ class BlendAdmission:
         order = order_by_density(self._tree, compute, memory, self._rates)
         self.split = len(order.split)
         kept = np.flatnonzero(self._waiting[order.requests])
-        kept = kept[np.argsort(self._pulled(self._top[order.requests[kept]]), kind="stable")]
-        self._scan: Ints = order.requests[kept]
-        self._left, self._right = 0, len(self._scan) - 1
-        self._sum_compute = running_sums(order.compute[kept])
-        self._sum_memory = running_sums(order.memory[kept])
+        kept = kept[
+            np.argsort(
+                pulled(self._top[order.requests[kept]], (self._last[LEFT], self._last[RIGHT]), self._warm),
+                kind="stable",
+            )
+        ]
+        self._scan = Scan(order.requests[kept], order.compute[kept], order.memory[kept], self._waiting)
         self._compute = np.empty(len(order.requests))
         self._compute[order.requests] = order.compute
         self._memory = memory
@@ -206,26 +201,6 @@ class BlendAdmission:
         self._sure = float(memory[open_ & known].sum()) >= _SURE * whole
         step = max(16, self._finished // 2)
         self._replan_at = self._finished + min(step, max(16, len(self._waiting) // 20))
-
-    def _pulled(self, top: Ints) -> Ints:
-        """How far subtrees whose prefix is in the pool are pulled to an end of the scan: -2 and 2 most, 0 not at all.
-
-        A subtree that is being worked on stays at its end, whatever new estimates say; small ones of which a request
-        ran in the warm-up come next, at the end they are nearer to.
-
-        Args:
-            top: the subtree below the root of each request, in the order of the scan.
-        """
-        place = np.zeros(len(top), np.int64)
-        under = top >= 0
-        warm = np.flatnonzero(under & self._warm[top])
-        if len(warm):
-            _, number = np.unique(top[warm], return_inverse=True)
-            middle = np.bincount(number, warm) / np.bincount(number)
-            place[warm] = np.where(middle[number] < len(top) / 2, -1, 1)
-        place[under & (top == self._last[_RIGHT])] = 2
-        place[under & (top == self._last[_LEFT])] = -2
-        return place
 
     def _rates_floor(self, profile: DeviceProfile) -> float:
         """Rows whose linears take as long as those of one row."""
@@ -250,31 +225,14 @@ class BlendAdmission:
         self._output[late] = np.minimum(np.maximum(1.25 * self._produced[late], self._produced[late] + 1), limits)
         self._area[late] = self._prompts[late] * self._output[late] + self._output[late] ** 2 / 2
         badly = self._produced[late] >= _UNDERESTIMATED * np.maximum(first / 1.25, PAGE)
-        self._side[late[badly]] = _RIGHT
+        self._side[late[badly]] = RIGHT
 
     def _usual_side(self, request: int) -> int:
         """The side that a sample counts to: that of its half of the density order."""
         whole = self._waiting_compute * self._memory[request] <= self._waiting_memory * self._compute[request]
-        return _LEFT if whole else _RIGHT
+        return LEFT if whole else RIGHT
 
     # -- taking ---------------------------------------------------------------------------------------------------
-
-    def _skip_taken(self) -> None:
-        while self._left < self._right and not self._waiting[self._scan[self._left]]:
-            self._left += 1
-        while self._right > self._left and not self._waiting[self._scan[self._right]]:
-            self._right -= 1
-
-    def ahead(self, side: int) -> Iterator[int]:
-        """The next few requests at an end of the scan: where the first has no room for now, one behind it may."""
-        step = 1 if side == _LEFT else -1
-        place, seen = (self._left if side == _LEFT else self._right), 0
-        while self._left <= place <= self._right and seen < _LOOKAHEAD:
-            request = int(self._scan[place])
-            place += step
-            if self._waiting[request]:
-                seen += 1
-                yield request
 
     def _take(self, request: int, side: int, taken: list[int]) -> None:
         self._waiting[request] = False
@@ -307,14 +265,14 @@ class _State:
 
     def __init__(self, plan: BlendAdmission) -> None:
         self.plan = plan
-        self.side = _LEFT
+        self.side = LEFT
         rates = plan._rates
         ids = np.fromiter(plan._under_way, np.int64, len(plan._under_way))
         produced, output = plan._produced[ids], plan._output[ids]
         self._held = plan._unique[ids] + produced + PAGE / 2
         self._ahead = np.maximum(output - produced, 0.0)
         self._spread = float(((_UNKNOWN * output) ** 2).sum())  # variance of what all will hold
-        right = plan._side[ids] == _RIGHT
+        right = plan._side[ids] == RIGHT
         usual = plan._unique[ids] + output / 2  # what a request holds on average
         self._used = [float(usual[~right].sum()), float(usual[right].sum())]
         begun = produced > 0
@@ -324,7 +282,7 @@ class _State:
         self._area = plan._waiting_area + float(np.maximum(area, 0).sum())
         memory = plan._waiting_memory + float(np.maximum(area, 0).sum()) * rates.kv
         compute = plan._waiting_compute + (float(self._ahead.sum()) + self._pending) * rates.linear
-        self._density = _ratio(compute, memory)
+        self._density = ratio(compute, memory)
         self._longest = float(self._ahead.max(initial=0.0))
         self._paced = plan._overlap and plan._reports
         # A mix that is even on the device is as fast as the density of the whole where that is above it, and needs no
@@ -340,12 +298,12 @@ class _State:
     def next(self) -> int | None:
         """The request to take now, with `side` set; None when no side that is under its share has room."""
         lacking = [share - used for share, used in zip(self._shares(), self._used)]
-        for side in (_LEFT, _RIGHT) if lacking[_LEFT] > lacking[_RIGHT] else (_RIGHT, _LEFT):
+        for side in (LEFT, RIGHT) if lacking[LEFT] > lacking[RIGHT] else (RIGHT, LEFT):
             if not self._may(side, lacking[side]):
                 continue
             # What the left side lacks of its share is kept for it.
-            kept = max(0.0, lacking[_LEFT]) if side == _RIGHT else 0.0
-            for request in self.plan.ahead(side):
+            kept = max(0.0, lacking[LEFT]) if side == RIGHT else 0.0
+            for request in self.plan._scan.ahead(side):
                 if self._fits(request, kept):
                     self.side = side
                     return request
@@ -363,12 +321,10 @@ class _State:
         plan._last[self.side] = int(plan._top[request])
 
     def _may(self, side: int, lacking: float) -> bool:
-        if side == _LEFT and self._paced:
+        if side == LEFT and self._paced:
             return self._pending < self._pace
-        if side == _RIGHT and self._paced and self._at_right > self._mix:
-            return (
-                False  # what stands at the right end is no longer memory-heavy: it is taken from the left, at its pace
-            )
+        if side == RIGHT and self._paced and self._at_right > self._mix:
+            return False  # nothing memory-heavy is left: what stands there is taken from the left, at its pace
         return lacking > 0
 
     def _fits(self, request: int, kept: float) -> bool:
@@ -383,24 +339,15 @@ class _State:
         """Tokens of memory for each side."""
         plan = self.plan
         memory = plan._kv - plan._prefixes.tokens
-        first, last = plan._left, plan._right + 1
-        middle = min(last, first + _WINDOW), max(first, last - _WINDOW)
-        compute, read = plan._sum_compute, plan._sum_memory
-        at_left = _ratio(compute[middle[0]] - compute[first], read[middle[0]] - read[first])
-        at_right = _ratio(compute[last] - compute[middle[1]], read[last] - read[middle[1]])
-        self._at_right = at_right
-        left, right = memory_split(memory, at_left, at_right, self._density)
+        at_left, self._at_right = plan._scan.densities()
+        left, right = memory_split(memory, at_left, self._at_right, self._density)
         if not self._paced:
             return left, right
-        output = float(plan._output[plan._scan[first : middle[0]]].mean())
+        output = float(plan._output[plan._scan.left_window()].mean())
         left = min(memory / 2, max(left, self._pace * (output + 2)))  # prompts at that pace, until their answers end
-        longest = max(self._longest, plan._output[plan._scan[plan._right]])
+        longest = max(self._longest, plan._output[plan._scan.end(RIGHT)])
         if not plan._known:  # nobody knows which of them is long: the sooner all have begun the better
             return left, memory - left
         spread = self._area / (_HORIZON * longest)
         floor = plan._free_rows * plan._rates.linear / (max(self._density, 0.1) * plan._rates.kv)
         return left, min(memory - left, max(spread, floor))
-
-
-def _ratio(compute: float, memory: float) -> float:
-    return compute / memory if memory > 0 else np.inf
