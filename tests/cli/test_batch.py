@@ -13,7 +13,8 @@ import tiny_chat_model
 from cli_runs import environment, headrace
 
 from headrace.core import paths
-from headrace.offline.jobs.folder import list_jobs
+from headrace.offline.jobs.folder import create_job, list_jobs
+from headrace.offline.jobs.spec import JobSpec, new_job_id
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 ENGINE = ("--threads", "1", "--kv-memory", "16MiB", "--no-store")
@@ -73,6 +74,41 @@ def test_nothing_is_written_over(tmp_path: Path) -> None:
     assert "blend" in done.stderr
     assert there.read_text() == "precious"
     assert headrace("batch", "status", "batch_0", home=tmp_path).returncode == 1
+
+
+def test_output_and_errors_are_two_files(tmp_path: Path) -> None:
+    (tmp_path / "in.jsonl").write_text(request("a", "b"))
+    (tmp_path / "x").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "x")
+    for errors in ("x/../o.jsonl", "link/../o.jsonl"):
+        words = ("-o", str(tmp_path / "o.jsonl"), "--errors", str(tmp_path / errors))
+        done = headrace("batch", "run", str(tmp_path / "in.jsonl"), *words, home=tmp_path)
+        assert done.returncode == 2
+        assert "same file" in done.stderr
+    assert not (tmp_path / "o.jsonl").exists()
+
+
+def test_a_job_that_cannot_begin_leaves_its_paths_free(tmp_path: Path) -> None:
+    (tmp_path / "in.jsonl").write_text(request("a", "b"))
+    words = ("batch", "run", str(tmp_path / "in.jsonl"), "-o", str(tmp_path / "o.jsonl"))
+    done = headrace(*words, "--model", "/no/such/model", home=tmp_path)
+    assert done.returncode != 0
+    assert "/no/such/model" in done.stderr
+    assert not (tmp_path / "o.jsonl").exists()
+    assert not (tmp_path / "o.errors.jsonl").exists()
+    assert not list_jobs(tmp_path / "jobs")
+
+
+def test_a_file_that_exists_is_refused_with_the_job_that_made_it(tmp_path: Path) -> None:
+    source, out = tmp_path / "in.jsonl", tmp_path / "o.jsonl"
+    source.write_text(request("a", "b"))
+    spec = JobSpec(
+        id=new_job_id(), origin="cli", created_at=0.0, input=str(source), output=str(out), errors=str(tmp_path / "e"),
+    )  # fmt: skip
+    create_job(spec, tmp_path / "jobs")
+    done = headrace("batch", "run", str(source), "-o", str(out), home=tmp_path)
+    assert done.returncode == 2
+    assert f"it is the output of job {spec.id}, `headrace batch resume {spec.id}` goes on" in done.stderr
 
 
 def test_a_job_from_end_to_end(home: Path, model: str) -> None:

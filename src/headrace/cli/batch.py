@@ -1,5 +1,6 @@
 """`headrace batch`: run a file of requests, and look after such jobs."""
 
+import os
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -11,7 +12,7 @@ from headrace.bench.report import print_json, report
 from headrace.cli.help import Command
 from headrace.cli.options import Json, with_settings
 from headrace.core.config import EngineConfig
-from headrace.core.errors import ConfigError
+from headrace.core.errors import ConfigError, HeadraceError
 
 if TYPE_CHECKING:
     from headrace.offline.jobs.folder import JobFolder
@@ -43,6 +44,7 @@ def run(
 ) -> None:
     """Answer every request of a file, also across crashes: what is done is kept, the rest is resumed."""
     from headrace.offline.jobs.device import check_order
+    from headrace.offline.jobs.errors import JobError
     from headrace.offline.jobs.folder import create_job
     from headrace.offline.jobs.lines import check_file
     from headrace.offline.jobs.spec import JobSpec, new_job_id
@@ -52,7 +54,7 @@ def run(
     errors = errors or output.with_name(f"{output.stem}.errors{output.suffix}")
     for path, flag in ((output, "--output"), (errors, "--errors")):
         _check_free(path, flag, input)
-    if errors.absolute() == output.absolute():
+    if os.path.realpath(errors) == os.path.realpath(output):
         raise ConfigError("--output and --errors name the same file; give two")
     spec = JobSpec(
         id=new_job_id(),
@@ -64,7 +66,16 @@ def run(
         order=order,
         config=msgspec.to_builtins(config),
     )
-    _run(create_job(spec), config, json)
+    folder = create_job(spec)
+    begun = folder.state()
+    try:
+        _run(folder, config, json)
+    except JobError:
+        raise
+    except HeadraceError:  # e.g. no such model: so that the same command, put right, finds its paths free
+        if folder.state() == begun:
+            folder.discard(spec)
+        raise
 
 
 @batch.command()
@@ -127,10 +138,23 @@ def _check_free(path: Path, flag: str, input: Path) -> None:
     """Never write over anything."""
     if path.is_dir():
         raise ConfigError(f"{flag} names the folder {path}; give a file")
-    if path.exists() and (path.stat().st_size or path.samefile(input)):
-        raise ConfigError(f"{flag}: {path} exists; choose another, or `headrace batch resume JOB` the job that made it")
+    if os.path.lexists(path):
+        raise ConfigError(f"{flag}: {path} exists; {_made_by(path)}choose another")
     if not path.absolute().parent.is_dir():
         raise ConfigError(f"{flag}: there is no folder {path.absolute().parent}")
+
+
+def _made_by(path: Path) -> str:
+    from headrace.offline.jobs.folder import job_of
+
+    made = job_of(path)
+    if made is None:
+        return ""
+    spec, state = made
+    what = "output" if os.path.realpath(path) == os.path.realpath(spec.output) else "errors"
+    if state.final:
+        return f"it is the {what} of job {spec.id}, which is {state.status}; "
+    return f"it is the {what} of job {spec.id}, `headrace batch resume {spec.id}` goes on; or "
 
 
 def _run(folder: "JobFolder", config: EngineConfig, json: bool) -> None:

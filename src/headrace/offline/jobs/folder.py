@@ -11,6 +11,7 @@ from pathlib import Path
 from headrace.core import paths
 from headrace.offline.jobs.errors import JobBusy, JobError
 from headrace.offline.jobs.journal import Journal
+from headrace.offline.jobs.owned import claim_files, discard_files
 from headrace.offline.jobs.spec import JOB_ID, JobSpec, JobState
 
 JOURNAL = "journal.sqlite"
@@ -107,6 +108,11 @@ class JobFolder:
         if Path(spec.input).parent == self.path:
             Path(spec.input).unlink(missing_ok=True)
 
+    def discard(self, spec: JobSpec) -> None:
+        """Forget a job that has done nothing."""
+        discard_files(spec)
+        shutil.rmtree(self.path)
+
 
 def jobs_home() -> Path:
     """The folder of all jobs. Not created here."""
@@ -126,18 +132,25 @@ def create_job(
 
     Raises:
         FileNotFoundError: `source` is not there (any more).
+        JobError: its output or errors exist already, or cannot be made.
     """
     home = home or jobs_home()
     home.mkdir(parents=True, exist_ok=True)
     state = state or JobState()
     state.enter("validating", spec.created_at)
     temporary = Path(tempfile.mkdtemp(prefix=".new-", dir=home))
+    claimed = False
     try:
+        if spec.origin == "cli":  # a server's paths are its own
+            claim_files(spec, state)
+            claimed = True
         if source is not None:
             os.link(source, temporary / Path(spec.input).name)
         Journal.create(temporary / JOURNAL, spec, state)
         os.rename(temporary, home / spec.id)
     except BaseException:
+        if claimed:
+            discard_files(spec)
         shutil.rmtree(temporary, ignore_errors=True)
         raise
     return JobFolder(home / spec.id)
@@ -154,6 +167,19 @@ def open_job(job_id: str, home: Path | None = None) -> JobFolder:
     if not JOB_ID.fullmatch(job_id) or not JobFolder(path).exists:
         raise JobError(f"there is no job {job_id[:100]!r} in {home}; `headrace batch ls` lists them")
     return JobFolder(path)
+
+
+def job_of(path: Path, home: Path | None = None) -> tuple[JobSpec, JobState] | None:
+    """The newest job that a file is the output or the errors of; None where no job says so."""
+    found: list[tuple[JobSpec, JobState]] = []
+    for folder in list_jobs(home):
+        try:
+            spec, state = folder.spec(), folder.state()
+        except JobError:  # a damaged journal says nothing of this file
+            continue
+        if os.path.realpath(path) in (os.path.realpath(spec.output), os.path.realpath(spec.errors)):
+            found.append((spec, state))
+    return max(found, key=lambda each: each[0].created_at, default=None)
 
 
 def list_jobs(home: Path | None = None) -> list[JobFolder]:

@@ -14,6 +14,11 @@ def request_id(job: str, number: int) -> str:
     return f"batch_req_{job.removeprefix('batch_')}{number:08x}"
 
 
+def line_head(job: str) -> bytes:
+    """What every line of a job's results begins with."""
+    return f'{{"id":"{request_id(job, 0)[:-8]}'.encode()
+
+
 def answer_line(job: str, number: int, custom_id: str, answer: Answer) -> bytes:
     """A line for what an HTTP client would have been answered, refusals too."""
     response = {"status_code": answer.status, "request_id": answer.request_id, "body": msgspec.Raw(answer.body)}

@@ -7,10 +7,9 @@ files' new lengths. Opening cuts the files back to the lengths of the last commi
 import os
 import threading
 from dataclasses import dataclass
-from pathlib import Path
 
-from headrace.offline.jobs.errors import JobError
 from headrace.offline.jobs.journal import ANSWERED, FAILED, Journal
+from headrace.offline.jobs.owned import inode_of, open_owned
 
 FLUSH_BYTES = 1 << 20
 
@@ -45,7 +44,7 @@ class ResultFiles:
         journal: of the job.
 
     Raises:
-        JobError: a file is shorter than the journal says, or cannot be written.
+        JobError: a file is not the job's, is shorter than the journal says, or cannot be written.
     """
 
     def __init__(self, journal: Journal) -> None:
@@ -54,12 +53,22 @@ class ResultFiles:
         self._bytes = 0
         self._flushing = threading.Lock()
         self._closed = False
-        state = journal.state
-        self._output = _opened(Path(journal.spec.output), state.output_bytes)
+        spec, state = journal.spec, journal.state
+        self._output = open_owned(spec.output, spec.id, state.output_bytes, state.output_inode)
         try:
-            self._errors = _opened(Path(journal.spec.errors), state.error_bytes)
+            self._errors = open_owned(spec.errors, spec.id, state.error_bytes, state.error_inode)
         except BaseException:
             os.close(self._output)
+            raise
+        try:
+            found = inode_of(self._output), inode_of(self._errors)
+            if found != (state.output_inode, state.error_inode):  # moved, or made anew
+                state.output_inode, state.error_inode = found
+                journal.commit()
+            os.ftruncate(self._output, state.output_bytes)
+            os.ftruncate(self._errors, state.error_bytes)
+        except BaseException:
+            self.close()
             raise
 
     @property
@@ -103,19 +112,6 @@ class ResultFiles:
                 self._closed = True
                 os.close(self._output)
                 os.close(self._errors)
-
-
-def _opened(path: Path, length: int) -> int:
-    try:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-    except OSError as error:
-        raise JobError(f"cannot write {path}: {error.strerror}; choose another path") from error
-    size = os.fstat(descriptor).st_size
-    if size < length:
-        os.close(descriptor)
-        raise JobError(f"{path} has {size} bytes, the job's journal says {length}: it was changed; run the job anew")
-    os.ftruncate(descriptor, length)
-    return descriptor
 
 
 def _append(descriptor: int, data: bytes, at: int) -> int:

@@ -11,6 +11,8 @@ Status = Literal[
 ]  # fmt: skip
 Ending = Literal["completed", "expired", "cancelled"]
 Origin = Literal["cli", "server"]
+#: Device and inode of a file.
+Inode = tuple[int, int]
 
 FINAL: frozenset[Status] = frozenset({"completed", "failed", "expired", "cancelled"})
 JOB_ID = re.compile(r"batch_[0-9a-f]{32}")
@@ -73,6 +75,8 @@ class JobState(msgspec.Struct, kw_only=True):
         tokens: prompt tokens in the spool.
         output_bytes: valid bytes of the output; what lies behind them belongs to no commit.
         error_bytes: valid bytes of the errors.
+        output_inode: of the output file that the job made; None: not noted, its path is known to be nobody else's.
+        error_inode: the same of the errors.
         total: lines that are not blank.
         completed: those with an answer.
         failed: those with an error.
@@ -95,6 +99,8 @@ class JobState(msgspec.Struct, kw_only=True):
     tokens: int = 0
     output_bytes: int = 0
     error_bytes: int = 0
+    output_inode: Inode | None = None
+    error_inode: Inode | None = None
     total: int = 0
     completed: int = 0
     failed: int = 0
