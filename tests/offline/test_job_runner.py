@@ -184,6 +184,55 @@ def test_cancelled_before_it_ever_ran(tmp_path: Path) -> None:
     assert [each["custom_id"] for each in errors] == [each["custom_id"] for each in lines]
 
 
+def test_cancelled_and_killed_while_validating(tmp_path: Path) -> None:
+    lines = some_lines(3000)
+    folder = new_job(tmp_path, lines)
+    folder.ask_to_cancel()
+    command = [sys.executable, echo_endpoint.__file__, str(folder.path), "spooled", "4"]
+    ended = subprocess.run(command, capture_output=True, check=False, timeout=120)
+    assert ended.returncode == -signal.SIGKILL, ended.stderr.decode()
+    state = folder.state()
+    assert state.status == "cancelling"
+    assert 0 < state.total < 3000
+    state = asyncio.run(cancel_job(folder))
+    assert (state.status, state.total, state.failed) == ("cancelled", 3000, 3000)
+    assert [each["custom_id"] for each in results(tmp_path)[1]] == [each["custom_id"] for each in lines]
+
+
+def test_cancelled_without_the_input(tmp_path: Path) -> None:
+    folder = new_job(tmp_path, some_lines(100))
+    with pytest.raises(EngineDead):
+        asyncio.run(runner(folder, Echo(dies_after=10), 1).run())
+    (tmp_path / "in.jsonl").unlink()
+    with pytest.raises(JobError, match=r"in\.jsonl.*resume"):
+        asyncio.run(runner(folder, Echo()).run())
+    assert asyncio.run(cancel_job(folder)).status == "cancelled"
+    answers, errors = results(tmp_path)
+    assert len(answers) == 10
+    assert [each["error"]["line"] for each in errors] == list(range(11, 101))
+    assert all(each["custom_id"] is None for each in errors)
+
+
+def test_an_input_that_is_gone_before_it_was_read_may_come_back(tmp_path: Path) -> None:
+    lines = some_lines(10)
+    folder = new_job(tmp_path, lines)
+    (tmp_path / "in.jsonl").rename(tmp_path / "away")
+    with pytest.raises(JobError, match="put it back"):
+        asyncio.run(runner(folder, Echo()).run())
+    assert folder.state().status == "validating"
+    (tmp_path / "away").rename(tmp_path / "in.jsonl")
+    asyncio.run(runner(folder, Echo()).run())
+    check(tmp_path, lines)
+
+
+def test_a_job_whose_input_was_never_read_can_be_cancelled(tmp_path: Path) -> None:
+    folder = new_job(tmp_path, some_lines(10))
+    (tmp_path / "in.jsonl").unlink()
+    state = asyncio.run(cancel_job(folder))
+    assert (state.status, state.total) == ("cancelled", 0)
+    assert "in.jsonl" in state.reason
+
+
 def test_expired_between_two_attempts(tmp_path: Path) -> None:
     lines = some_lines(300)
     folder = new_job(tmp_path, lines, window=3600.0)

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import sqlite3
 import time
 from collections import deque
 from collections.abc import Callable
@@ -12,6 +13,7 @@ import numpy as np
 
 from headrace.core.errors import EngineDead, HeadraceError, QueueFull
 from headrace.core.request import OFFLINE_SHARE
+from headrace.offline.jobs.closing import close_lines
 from headrace.offline.jobs.device import Orders
 from headrace.offline.jobs.endpoint import Answer, Asked, Endpoint
 from headrace.offline.jobs.errors import JobError, WrongFile
@@ -19,7 +21,7 @@ from headrace.offline.jobs.folder import JobFolder
 from headrace.offline.jobs.journal import Columns, Journal, LineRow
 from headrace.offline.jobs.lines import MAX_LINE, check_file, parse_line
 from headrace.offline.jobs.optimum import Optimum
-from headrace.offline.jobs.output import answer_line, error_line
+from headrace.offline.jobs.output import answer_line
 from headrace.offline.jobs.progress import Pace, Progress
 from headrace.offline.jobs.results import FLUSH_BYTES, Result, ResultFiles
 from headrace.offline.jobs.spec import Ending, JobSpec, JobState
@@ -33,7 +35,6 @@ FLUSH_SECONDS = 0.5
 RETRY_SECONDS = 0.25
 TICK_SECONDS = 0.1
 MAX_ATTEMPTS = 3
-CLOSING_LINES = 1024
 
 
 #: Makes the results of a job, which lie where its spec says, known.
@@ -114,24 +115,28 @@ class JobRunner:
             JobError: its files cannot be read or written any more; it may be resumed once they can.
             EngineDead: the engine has ended; it may be resumed with another.
         """
-        with self._folder.lock():
-            journal = self._folder.journal()
-            try:
-                if not journal.state.final:
-                    await self._attempt(journal)
-                return journal.state
-            except OSError as error:
-                said = error.strerror or str(error)
-                raise JobError(f"job {self._folder.id} stopped: {said}; `headrace batch resume` goes on") from error
-            finally:
-                journal.close()
+        try:
+            with self._folder.lock():
+                journal = self._folder.journal()
+                try:
+                    if not journal.state.final:
+                        await self._attempt(journal)
+                    return journal.state
+                finally:
+                    journal.close()
+        except (OSError, sqlite3.Error) as error:
+            said = str(error)
+            if isinstance(error, OSError) and error.strerror:
+                said = error.strerror if error.filename is None else f"{error.filename}: {error.strerror}"
+            hint = f"`headrace batch resume {self._folder.id}` goes on"
+            raise JobError(f"job {self._folder.id} stopped: {said}; {hint}") from error
 
     async def _attempt(self, journal: Journal) -> None:
         state = journal.state
         self._begun, self._earlier = time.monotonic(), state.seconds
         files = ResultFiles(journal)
         try:
-            if state.status == "validating":
+            if not state.validated:
                 try:
                     await self._validate(journal, files)
                 except WrongFile as error:
@@ -148,10 +153,19 @@ class JobRunner:
 
     async def _validate(self, journal: Journal, files: ResultFiles) -> None:
         """Read and check every line."""
-        check_file(Path(journal.spec.input), "the input file")
         state = journal.state
-        state.fingerprint = self._endpoint.fingerprint
         self._look(journal)
+        try:
+            os.close(os.open(journal.spec.input, os.O_RDONLY | os.O_CLOEXEC))
+        except OSError as error:
+            gone = f"cannot read {journal.spec.input}: {error.strerror}"
+            if self._ending is None:
+                raise JobError(f"{gone}; put it back, and `headrace batch resume {self._folder.id}` goes on") from error
+            state.reason = f"{gone}; lines behind the first {state.total} have no result"
+            self._validated(state)
+            return
+        check_file(Path(journal.spec.input), "the input file")
+        state.fingerprint = self._endpoint.fingerprint
 
         def tell() -> None:
             self._look(journal)
@@ -160,8 +174,14 @@ class JobRunner:
                 raise Stopped
 
         await Validation(self._folder, journal, files, self._endpoint, self._limit, self._pause).run(tell)
-        state.enter("in_progress", self._clock())
+        self._validated(state)
         await asyncio.to_thread(files.flush)
+
+    def _validated(self, state: JobState) -> None:
+        if state.status == "cancelling":
+            state.times["in_progress"] = self._clock()
+        else:
+            state.enter("in_progress", self._clock())
 
     async def _generate(self, journal: Journal, files: ResultFiles) -> None:
         """Run what is pending, in the order of the policy."""
@@ -324,31 +344,14 @@ class JobRunner:
 
     def _finish(self, journal: Journal, files: ResultFiles) -> None:
         """Say of every line that has no result why, and close the job."""
-        state, job = journal.state, journal.spec.id
-        ending = state.ending or "completed"
-        while rows := journal.pending(CLOSING_LINES):
-            for row in rows:
-                files.add(Result(row.number, self._unrun(journal, job, row, ending), answered=False))
-            files.flush()
+        state = journal.state
+        close_lines(journal, files, self._endpoint.urls, self._limit)
         self._publish(journal.spec, state)
-        state.enter(ending, self._clock())
+        state.enter(state.ending or "completed", self._clock())
         files.flush()
         self._folder.tidy(journal.spec)
         if not state.error_bytes:
             Path(journal.spec.errors).unlink(missing_ok=True)
-
-    def _unrun(self, journal: Journal, job: str, row: LineRow, ending: Ending) -> bytes:
-        with open(journal.spec.input, "rb") as file:
-            data = os.pread(file.fileno(), row.length, row.start)
-        custom_id = None
-        if signed_digest(data) == row.digest:
-            custom_id = parse_line(data, self._endpoint.urls, self._limit).custom_id
-        said = {
-            "cancelled": "This request was not run because the batch was cancelled.",
-            "expired": "This request could not be executed before the completion window expired.",
-            "completed": "This request has no result.",
-        }[ending]
-        return error_line(job, row.number, custom_id, f"batch_{ending}", said)
 
     def _account(self, state: JobState) -> None:
         state.seconds = self._earlier + time.monotonic() - self._begun

@@ -120,6 +120,11 @@ class JobState(msgspec.Struct, kw_only=True):
         """Nothing will change any more."""
         return self.status in FINAL
 
+    @property
+    def validated(self) -> bool:
+        """Whether every line of the input is in the journal, also of a job that was cancelled meanwhile."""
+        return "in_progress" in self.times or self.status in ("in_progress", "finalizing")
+
     def enter(self, status: Status, now: float) -> None:
         """Change the status."""
         self.status = status
