@@ -16,7 +16,8 @@ from echo_endpoint import Echo, line, new_job, results, runner
 from headrace.core.errors import EngineDead
 from headrace.offline.jobs.cancel import cancel_job
 from headrace.offline.jobs.errors import JobBusy, JobError
-from headrace.offline.jobs.folder import list_jobs, open_job
+from headrace.offline.jobs.folder import JOURNAL, JobFolder, list_jobs, open_job
+from headrace.offline.jobs.journal import Journal
 from headrace.offline.jobs.runner import MAX_ATTEMPTS, Stopped
 
 
@@ -231,6 +232,25 @@ def test_a_job_whose_input_was_never_read_can_be_cancelled(tmp_path: Path) -> No
     state = asyncio.run(cancel_job(folder))
     assert (state.status, state.total) == ("cancelled", 0)
     assert "in.jsonl" in state.reason
+
+
+def test_a_full_disk_under_the_journal_stops_the_job_until_there_is_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines = some_lines(1000)
+    folder = new_job(tmp_path, lines)
+
+    def bounded(self: JobFolder) -> Journal:
+        journal = Journal(self.path / JOURNAL)
+        journal._db.execute("PRAGMA max_page_count = 20")  # SQLite's own way to have no more room
+        return journal
+
+    with monkeypatch.context() as patch:
+        patch.setattr(JobFolder, "journal", bounded)
+        with pytest.raises(JobError, match=f"full; `headrace batch resume {folder.id}` goes on"):
+            asyncio.run(runner(folder, Echo()).run())
+    asyncio.run(runner(folder, Echo()).run())
+    check(tmp_path, lines)
 
 
 def test_expired_between_two_attempts(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ wrote after its last commit is therefore known to be nobody's when the next one 
 import sqlite3
 import threading
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -104,14 +104,18 @@ class Journal:
 
     @staticmethod
     def create(path: Path, spec: JobSpec, state: JobState) -> None:
-        """Write a new journal."""
-        db = sqlite3.connect(path, isolation_level=None)
+        """Write a new journal.
+
+        Raises:
+            JobError: that cannot be done, e.g. on a full disk.
+        """
         try:
-            db.execute("PRAGMA journal_mode = WAL")
-            db.executescript(_SCHEMA)
-            db.execute("INSERT INTO job (spec, state) VALUES (?, ?)", (_json(spec), _json(state)))
-        finally:
-            db.close()
+            with closing(sqlite3.connect(path, isolation_level=None)) as db:
+                db.execute("PRAGMA journal_mode = WAL")
+                db.executescript(_SCHEMA)
+                db.execute("INSERT INTO job (spec, state) VALUES (?, ?)", (_json(spec), _json(state)))
+        except sqlite3.Error as error:
+            raise JobError(f"no journal can be written in {path.parent.parent}: {error}") from error
 
     def close(self) -> None:
         """Let go of the database."""
@@ -131,9 +135,16 @@ class Journal:
             return bool(self._db.execute("SELECT cancel FROM job").fetchone()[0])
 
     def ask_to_cancel(self) -> None:
-        """Ask whoever runs the job to end it."""
-        with self._lock:
-            self._db.execute("UPDATE job SET cancel = 1")
+        """Ask whoever runs the job to end it.
+
+        Raises:
+            JobError: that cannot be written, e.g. on a full disk.
+        """
+        try:
+            with self._lock:
+                self._db.execute("UPDATE job SET cancel = 1")
+        except sqlite3.Error as error:
+            raise JobError(f"job {self.spec.id} cannot be cancelled: {error}") from error
 
     def commit(self, results: Iterable[tuple[int, int, int]] = ()) -> None:
         """Write the state, and results as (state, attempts, number of the line), in one transaction."""
