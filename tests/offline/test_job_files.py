@@ -1,17 +1,22 @@
 """A job's result files are its own: it makes them, and writes into no other."""
 
 import asyncio
+import json
 import os
 import time
 from pathlib import Path
 
 import pytest
 from echo_endpoint import Echo, line, new_job, results, runner
+from hypothesis import example, given
+from hypothesis import strategies as st
 
 from headrace.core.errors import EngineDead
 from headrace.offline.jobs.cancel import cancel_job
+from headrace.offline.jobs.endpoint import Answer
 from headrace.offline.jobs.errors import JobError
 from headrace.offline.jobs.folder import create_job, job_of, list_jobs
+from headrace.offline.jobs.output import answer_line, error_line, line_head
 from headrace.offline.jobs.owned import open_owned
 from headrace.offline.jobs.spec import JobSpec, new_job_id
 
@@ -104,6 +109,18 @@ def test_files_of_a_missing_job_are_made_anew_and_those_of_a_begun_one_are_not(t
     with pytest.raises(JobError, match="No such file"):
         asyncio.run(runner(folder, Echo()).run())
     assert not (tmp_path / "out.jsonl").exists()
+
+
+@given(text=st.text(st.characters(codec="utf-8")), number=st.integers(0, 9))
+@example(text="a\\\x85b\u2028\u2029\x1c\x0b", number=1)
+def test_a_result_is_one_line_by_any_rule(text: str, number: int) -> None:
+    job = new_job_id()
+    answer = Answer(200, "r", json.dumps({"text": text}, ensure_ascii=False).encode())
+    for data in (answer_line(job, number, text, answer), error_line(job, number, text, "code", text)):
+        assert len(data.decode().splitlines()) == 1
+        assert data.startswith(line_head(job))
+        assert json.loads(data)["custom_id"] == text
+    assert json.loads(answer_line(job, number, text, answer))["response"]["body"] == {"text": text}
 
 
 def test_a_server_makes_its_files_when_it_writes_them(tmp_path: Path) -> None:

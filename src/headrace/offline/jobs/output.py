@@ -7,6 +7,8 @@ import msgspec
 from headrace.offline.jobs.endpoint import Answer
 
 _encode = msgspec.json.Encoder().encode
+#: What else ends a line by Unicode; control characters are escaped by JSON itself.
+_BREAKS = [(code.encode(), b"\\u%04x" % ord(code)) for code in ("\x85", "\u2028", "\u2029")]
 
 
 def request_id(job: str, number: int) -> str:
@@ -25,7 +27,7 @@ def answer_line(job: str, number: int, custom_id: str, answer: Answer) -> bytes:
     line: dict[str, Any] = {"id": request_id(job, number), "custom_id": custom_id, "response": response, "error": None}
     if answer.status != 200:
         line["line"] = number
-    return _encode(line) + b"\n"
+    return _one_line(line)
 
 
 def error_line(
@@ -33,4 +35,12 @@ def error_line(
 ) -> bytes:
     """A line for what never was a request, or was not run."""
     error = {"code": code, "message": message, "param": param, "line": number}
-    return _encode({"id": request_id(job, number), "custom_id": custom_id, "response": None, "error": error}) + b"\n"
+    return _one_line({"id": request_id(job, number), "custom_id": custom_id, "response": None, "error": error})
+
+
+def _one_line(value: dict[str, Any]) -> bytes:
+    """JSON that is one line also for those who split text where Unicode does, e.g. Python's `str.splitlines`."""
+    data: bytes = _encode(value)
+    for raw, escaped in _BREAKS:
+        data = data.replace(raw, escaped)
+    return data + b"\n"
