@@ -111,6 +111,36 @@ def test_a_file_that_exists_is_refused_with_the_job_that_made_it(tmp_path: Path)
     assert f"it is the output of job {spec.id}, `headrace batch resume {spec.id}` goes on" in done.stderr
 
 
+def jobs_in(home: Path, *ids: str) -> None:
+    for each in ids:
+        paths = {name: str(home / f"{each}.{name}") for name in ("input", "output", "errors")}
+        create_job(JobSpec(id=each, origin="cli", created_at=86400.0 * 365, **paths), home / "jobs")
+
+
+def test_a_damaged_journal_is_named_and_the_others_are_listed(tmp_path: Path) -> None:
+    good, bad = "batch_" + "a" * 32, "batch_" + "b" * 32
+    jobs_in(tmp_path, good, bad)
+    (tmp_path / "jobs" / bad / "journal.sqlite").write_bytes(b"no database" * 1000)
+    done = headrace("batch", "ls", "--json", home=tmp_path)
+    assert done.returncode == 0
+    assert [job["id"] for job in json.loads(done.stdout)["jobs"]] == [good]
+    assert done.stderr.count("\n") == 1
+    assert bad in done.stderr
+
+
+def test_a_job_is_named_by_the_beginning_of_its_id(tmp_path: Path) -> None:
+    first, second = "batch_a" + "0" * 31, "batch_b" + "0" * 31
+    jobs_in(tmp_path, first, second)
+    done = headrace("batch", "status", "batch_b", home=tmp_path)
+    assert second in done.stdout
+    assert "1971-01-01" in done.stdout
+    for text, said in (("batch_", "no job"), ("batch", "2 jobs"), ("batch_c", "no job")):
+        done = headrace("batch", "cancel", text, home=tmp_path)
+        assert done.returncode == 1
+        assert said in done.stderr
+    assert headrace("batch", "cancel", "batch_a", home=tmp_path).stdout == f"{first}: cancelled\n"
+
+
 def test_a_job_from_end_to_end(home: Path, model: str) -> None:
     lines = [request(f"c{i}", f"question {i}") for i in range(30)]
     lines += [request(f"t{i}", f"text {i}", COMPLETIONS, n=2) for i in range(10)]
@@ -121,6 +151,7 @@ def test_a_job_from_end_to_end(home: Path, model: str) -> None:
     assert done.returncode == 0, done.stderr
     told = json.loads(done.stdout.splitlines()[-1])
     assert (told["status"], told["total"], told["completed"], told["failed"]) == ("completed", 43, 40, 3)
+    assert f"3 of 43 lines failed; see {home / 'out.errors.jsonl'}" in done.stderr
     answers = {row["custom_id"]: row["response"]["body"] for row in rows(out)}
     assert len(answers) == 40
     assert answers["c3"]["choices"][0]["message"]["role"] == "assistant"

@@ -1,6 +1,7 @@
 """`headrace batch`: run a file of requests, and look after such jobs."""
 
 import os
+import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -24,7 +25,9 @@ batch = typer.Typer(
     rich_markup_mode=None,
 )
 
-JobId = Annotated[str, typer.Argument(metavar="JOB", help="id of a job, as `headrace batch ls` shows it")]
+JobId = Annotated[
+    str, typer.Argument(metavar="JOB", help="id of a job, as `headrace batch ls` shows it, or its beginning")
+]
 INTERRUPTED = 130
 
 
@@ -82,26 +85,25 @@ def run(
 def resume(job: JobId, json: Json = False) -> None:
     """Go on with a job that was interrupted or killed; it runs with the settings it was begun with."""
     from headrace.offline.jobs.errors import JobError
-    from headrace.offline.jobs.folder import open_job
+    from headrace.offline.jobs.folder import find_job
 
-    folder = open_job(job)
+    folder = find_job(job)
     journal = folder.journal()
     spec, state = journal.spec, journal.state
     journal.close()
     if spec.origin == "server":
-        raise JobError(f"job {job} belongs to a server; it goes on when `headrace serve` runs with its model")
+        raise JobError(f"job {folder.id} belongs to a server; it goes on when `headrace serve` runs with its model")
     if state.final:
-        raise JobError(f"job {job} is {state.status}; there is nothing to resume")
+        raise JobError(f"job {folder.id} is {state.status}; there is nothing to resume")
     _run(folder, msgspec.convert(spec.config, EngineConfig), json)
 
 
 @batch.command()
 def status(job: JobId, json: Json = False) -> None:
     """How far a job is."""
-    from headrace.offline.jobs.folder import open_job
+    from headrace.offline.jobs.folder import find_job
 
-    shown = _described(open_job(job))
-    report("Job", shown, as_json=json)
+    _report("Job", _described(find_job(job)), json)
 
 
 @batch.command()
@@ -111,25 +113,33 @@ def cancel(job: JobId) -> None:
 
     from headrace.offline.jobs.cancel import cancel_job
     from headrace.offline.jobs.errors import JobError
-    from headrace.offline.jobs.folder import open_job
+    from headrace.offline.jobs.folder import find_job
 
-    state = asyncio.run(cancel_job(open_job(job)))
+    folder = find_job(job)
+    state = asyncio.run(cancel_job(folder))
     if state.status not in ("cancelled", "cancelling"):
-        raise JobError(f"job {job} is {state.status} already")
-    print(f"{job}: {state.status}")
+        raise JobError(f"job {folder.id} is {state.status} already")
+    print(f"{folder.id}: {state.status}")
 
 
 @batch.command()
 def ls(json: Json = False) -> None:
     """List all jobs, the newest first."""
+    from headrace.offline.jobs.errors import JobError
     from headrace.offline.jobs.folder import list_jobs
 
-    rows = sorted((_described(folder) for folder in list_jobs()), key=lambda row: row["created_at"], reverse=True)
+    rows: list[dict[str, Any]] = []
+    for folder in list_jobs():
+        try:
+            rows.append(_described(folder))
+        except JobError as error:
+            print(f"headrace: job {folder.id} is left out: {error}", file=sys.stderr)
+    rows.sort(key=lambda row: row["created_at"], reverse=True)
     if json:
         print_json({"jobs": rows})
         return
     for row in rows:  # plain lines: an id is there to be copied
-        created = time.strftime("%Y-%m-%d %H:%M", time.localtime(row["created_at"]))
+        created = _date(row["created_at"], "%Y-%m-%d %H:%M")
         counts = f"{row['completed']:,} answered, {row['failed']:,} errors of {row['total']:,}"
         print(f"{row['id']}  {created}  {row['status']:<12} {counts}  {row['input']}")
 
@@ -169,9 +179,19 @@ def _run(folder: "JobFolder", config: EngineConfig, json: bool) -> None:
     result = {**_described(folder), "tokens_per_s": progress.tokens_per_s if progress else 0.0}
     if progress is not None and progress.share_of_optimum is not None:
         result["share_of_optimum"] = progress.share_of_optimum
-    report("Batch", result, as_json=json)
+    _report("Batch", result, json)
+    if state.failed:
+        print(f"headrace: {state.failed:,} of {state.total:,} lines failed; see {result['errors']}", file=sys.stderr)
     if state.status != "completed" or not state.completed:
         raise typer.Exit(1)
+
+
+def _report(title: str, shown: dict[str, Any], json: bool) -> None:
+    report(title, shown if json else {**shown, "created_at": _date(shown["created_at"])}, as_json=json)
+
+
+def _date(seconds: float, form: str = "%Y-%m-%d %H:%M:%S") -> str:
+    return time.strftime(form, time.localtime(seconds))
 
 
 def _described(folder: "JobFolder") -> dict[str, Any]:

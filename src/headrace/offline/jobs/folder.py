@@ -169,6 +169,21 @@ def open_job(job_id: str, home: Path | None = None) -> JobFolder:
     return JobFolder(path)
 
 
+def find_job(text: str, home: Path | None = None) -> JobFolder:
+    """The folder of the job whose id is, or begins with, `text`.
+
+    Raises:
+        JobError: there is none, or there are several.
+    """
+    home = home or jobs_home()
+    if JOB_ID.fullmatch(text):
+        return open_job(text, home)
+    found = [each for each in list_jobs(home) if each.id.startswith(text)] if text.removeprefix("batch_") else []
+    if len(found) > 1:
+        raise JobError(f"{len(found)} jobs have ids that begin with {text!r}; give more of the id")
+    return found[0] if found else open_job(text, home)
+
+
 def job_of(path: Path, home: Path | None = None) -> tuple[JobSpec, JobState] | None:
     """The newest job that a file is the output or the errors of; None where no job says so."""
     found: list[tuple[JobSpec, JobState]] = []
