@@ -1,8 +1,10 @@
 """A job as OpenAI's batch object."""
 
+import sqlite3
 from typing import Any
 
 from headrace.api.file_store import derived_id
+from headrace.offline.jobs.errors import JobError
 from headrace.offline.jobs.folder import JobFolder
 from headrace.offline.jobs.spec import JobSpec, JobState
 
@@ -11,10 +13,16 @@ _STAMPS = ("in_progress", "finalizing", "completed", "failed", "expired", "cance
 
 
 def batch_object(folder: JobFolder) -> dict[str, Any]:
-    """The object, by the job's last commit; reads its journal."""
+    """The object, by the job's last commit; reads its journal.
+
+    Raises:
+        JobError: that is damaged.
+    """
     journal = folder.journal()
     try:
         return describe(journal.spec, journal.state, journal.cancel_wanted)
+    except sqlite3.Error as error:
+        raise JobError(f"the journal of {folder.id} cannot be read: {error}") from error
     finally:
         journal.close()
 

@@ -18,7 +18,7 @@ from headrace.api.state import ServerState
 from headrace.core.errors import EngineDead, HeadraceError, QueueFull
 from headrace.offline.jobs.cancel import close_job
 from headrace.offline.jobs.device import JobDevice, device_of
-from headrace.offline.jobs.errors import JobBusy
+from headrace.offline.jobs.errors import JobBusy, JobError
 from headrace.offline.jobs.folder import JobFolder, create_job, list_jobs
 from headrace.offline.jobs.predict import sample, seconds_of
 from headrace.offline.jobs.runner import JobRunner, Stopped
@@ -69,6 +69,7 @@ class BatchService:
         self._stopping = False
         self._device: JobDevice | None = None
         self._closing: set[asyncio.Task[None]] = set()
+        self._unreadable: set[str] = set()  # batches of which the log has told
 
     async def resume(self) -> None:
         """Take up the batches that this model's servers left unfinished."""
@@ -131,10 +132,16 @@ class BatchService:
         return folder
 
     def batches(self) -> list[JobFolder]:
-        """All batches, the newest first; reads their journals."""
+        """All batches, the newest first, but those whose journal is damaged (the log tells of each once)."""
         found: list[tuple[float, JobFolder]] = []
         for folder in list_jobs(self._state.jobs):
-            spec = folder.spec()
+            try:
+                spec = folder.spec()
+            except JobError as error:
+                if folder.id not in self._unreadable:
+                    self._unreadable.add(folder.id)
+                    log.warning("a batch cannot be read", extra={"batch": folder.id, "reason": str(error)})
+                continue
             if spec.origin == "server":
                 found.append((spec.created_at, folder))
         return [folder for _, folder in sorted(found, key=lambda each: (-each[0], each[1].id))]
@@ -281,8 +288,13 @@ class BatchService:
     def _backlog(self, due: float | None) -> float:
         """Seconds of the batches that are due before."""
         waiting = list(self._waiting.values())
-        states = [each.folder.state() for each in waiting if due is None or each.due <= due]
-        return sum(max(0.0, (state.predicted_s or 0.0) - state.seconds) for state in states)
+        seconds = 0.0
+        for each in waiting:
+            if due is None or each.due <= due:
+                with suppress(JobError):  # a damaged one takes no time
+                    state = each.folder.state()
+                    seconds += max(0.0, (state.predicted_s or 0.0) - state.seconds)
+        return seconds
 
     def _device_of(self) -> JobDevice:
         if self._device is None:

@@ -1,7 +1,10 @@
 """/v1/batches: files of requests, run behind everything else."""
 
 import asyncio
+import logging
 import re
+from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import msgspec
@@ -20,8 +23,12 @@ from headrace.api.submit import read_body
 from headrace.api.upload import PURPOSE
 from headrace.core.errors import InvalidRequest
 from headrace.core.settings import parse_duration
+from headrace.offline.jobs.errors import JobError
+from headrace.offline.jobs.folder import JobFolder
 from headrace.offline.jobs.lines import URLS
 from headrace.offline.jobs.spec import JOB_ID
+
+log = logging.getLogger("headrace.api")
 
 MOST_BATCHES = 100
 MAX_METADATA, MAX_KEY, MAX_VALUE = 16, 64, 512
@@ -59,24 +66,50 @@ def batch_routes(app: FastAPI, state: ServerState, batches: BatchService) -> Non
         folder = await batches.create(
             info, asked.endpoint, window, asked.completion_window, asked.metadata
         )  # fmt: skip
-        return _json(await asyncio.to_thread(batch_object, folder))
+        return _json(await asyncio.to_thread(told, folder))
 
     @app.get("/v1/batches")
     async def _list(request: Request) -> Response:
         folders = await asyncio.to_thread(batches.batches)
         found = page(folders, request.query_params, MOST_BATCHES, lambda folder: folder.id)
-        found["data"] = await asyncio.to_thread(lambda: [batch_object(folder) for folder in found["data"]])
+        found["data"] = await asyncio.to_thread(_readable, found["data"])
         return _json(found)
 
     @app.get("/v1/batches/{batch_id}")
     async def _batch(batch_id: str) -> Response:
-        return _json(await asyncio.to_thread(batch_object, batches.get(checked(batch_id))))
+        return _json(await asyncio.to_thread(told, batches.get(checked(batch_id))))
 
     @app.post("/v1/batches/{batch_id}/cancel")
     async def _cancel(batch_id: str) -> Response:
         folder = batches.get(checked(batch_id))
+        await asyncio.to_thread(told, folder)  # or the error of one that cannot be read
         await batches.cancel(folder)
-        return _json(await asyncio.to_thread(batch_object, folder))
+        return _json(await asyncio.to_thread(told, folder))
+
+
+def told(folder: JobFolder) -> dict[str, Any]:
+    """The object of one batch.
+
+    Raises:
+        ApiError: 500, its journal cannot be read.
+    """
+    try:
+        return batch_object(folder)
+    except JobError as error:
+        log.warning("a batch cannot be read", extra={"batch": folder.id, "reason": str(error)})
+        message = f"The journal of {folder.id} cannot be read; the server's log says why"
+        headers = {"x-should-retry": "false"}
+        raise ApiError(
+            500, message, "server_error", param="batch_id", code="batch_unreadable", headers=headers
+        ) from error
+
+
+def _readable(folders: Sequence[JobFolder]) -> list[dict[str, Any]]:
+    found = []
+    for folder in folders:
+        with suppress(ApiError):  # the log has it; it hides none of the others
+            found.append(told(folder))
+    return found
 
 
 def check(asked: BatchRequest) -> float:

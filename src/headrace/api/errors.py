@@ -1,11 +1,14 @@
 """OpenAI's error object, and which status each kind of failure gets."""
 
+import errno
+import sqlite3
 from typing import Any
 
 import msgspec
 from starlette.responses import Response
 
 from headrace.core.errors import EngineDead, HeadraceError, InvalidRequest, QueueFull
+from headrace.offline.jobs.errors import JobBusy, JobError
 
 RETRY_AFTER_S = 1
 
@@ -57,7 +60,26 @@ def as_api_error(error: BaseException) -> ApiError:
         return too_many(str(error))
     if isinstance(error, EngineDead):
         return ApiError(503, f"the engine is not running: {error}", "service_unavailable", code="engine_dead")
+    if isinstance(error, JobBusy):
+        return ApiError(409, str(error), code="batch_busy")
+    if _disk_full(error):
+        headers = {"Connection": "close", "x-should-retry": "false"}
+        message = "the server's disk is full; delete files, or tell whoever runs it"
+        return ApiError(507, message, "server_error", code="disk_full", headers=headers)
+    if isinstance(error, JobError):
+        return ApiError(500, " ".join(str(error).split()), "server_error", code="batch_unreadable")
     return ApiError(500, "the server failed on this request; its log says why", "server_error", code="internal_error")
+
+
+def _disk_full(error: BaseException | None) -> bool:
+    """Whether a full disk, or a full quota, is what a failure comes from."""
+    while error is not None:
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            return True
+        if isinstance(error, sqlite3.Error) and getattr(error, "sqlite_errorcode", 0) & 0xFF == sqlite3.SQLITE_FULL:
+            return True
+        error = error.__cause__
+    return False
 
 
 def too_many(message: str) -> ApiError:

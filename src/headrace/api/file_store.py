@@ -4,17 +4,23 @@ A file is there once its description is: that is written last, and renamed into 
 checked against `FILE_ID` before they become part of a path; a client's file name is only ever shown.
 """
 
+import logging
 import os
 import re
 import tempfile
+import threading
 import time
 import uuid
+from contextlib import suppress
 from pathlib import Path
+from typing import BinaryIO
 
 import msgspec
 import xxhash
 
 from headrace.api.errors import ApiError
+
+log = logging.getLogger("headrace.api")
 
 FILE_ID = re.compile(r"file-[0-9a-f]{32}")
 STALE_S = 86400.0
@@ -54,6 +60,10 @@ class FileStore:
     def __init__(self, folder: Path, capacity: int) -> None:
         self.folder = folder
         self._capacity = capacity
+        self._lock = threading.Lock()
+        self._used = 0  # bytes in the folder but for our own uploads; counted anew whenever an upload begins
+        self._taken: dict[Path, int] = {}  # bytes of each upload that has not ended
+        self._told: set[str] = set()
 
     def data_path(self, file_id: str) -> Path:
         """Where a file's content lies, also before it is published."""
@@ -61,20 +71,42 @@ class FileStore:
         return self.folder / f"{file_id}.data"
 
     def begin(self) -> Path:
-        """A fresh temporary file for an upload; `publish` takes it over, or the caller deletes it.
-
-        Raises:
-            ApiError: the folder is full.
-        """
-        self.folder.mkdir(parents=True, exist_ok=True)
-        self._sweep()
+        """A fresh temporary file for an upload; `end` must follow, whether or not `publish` has taken it over."""
+        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         handle, name = tempfile.mkstemp(prefix=".upload-", dir=self.folder)
         os.close(handle)
-        return Path(name)
+        path = Path(name)
+        with self._lock:
+            self._taken[path] = 0
+            self._used = self._count()
+        return path
 
-    def room(self) -> int:
-        """Bytes that may still be stored."""
-        return self._capacity - sum(entry.stat().st_size for entry in os.scandir(self.folder) if entry.is_file())
+    def take(self, path: Path, count: int) -> None:
+        """Reserve room for the next bytes of an upload.
+
+        Args:
+            path: what `begin` gave.
+            count: bytes.
+
+        Raises:
+            ApiError: 413, all files together would have more than the capacity.
+        """
+        with self._lock:
+            if self._used + sum(self._taken.values()) + count > self._capacity:
+                raise ApiError(
+                    413,
+                    f"the server's files may have {self._capacity} bytes together (--max-files-bytes) and this one is "
+                    "more than the rest; delete files first",
+                    code="storage_full",
+                    headers={"Connection": "close"},
+                )
+            self._taken[path] += count
+
+    def end(self, path: Path) -> None:
+        """An upload is over: what it took and was not published is free again."""
+        with self._lock:
+            path.unlink(missing_ok=True)
+            self._taken.pop(path, None)
 
     def publish(self, content: Path, filename: str, purpose: str, file_id: str | None = None) -> FileInfo:
         """Make a file of content that is complete; the same id again changes nothing.
@@ -85,12 +117,15 @@ class FileStore:
             purpose: see `FileInfo`.
             file_id: None: a fresh one.
         """
-        if file_id is not None and self._info_path(file_id).exists():
-            return self.get(file_id)
+        if file_id is not None and (known := self._known(file_id)) is not None:
+            return known
         file_id = file_id or f"file-{uuid.uuid4().hex}"
         target = self.data_path(file_id)
-        if content != target:
-            os.replace(content, target)
+        _sync(content)
+        with self._lock:
+            if content != target:
+                os.replace(content, target)
+            self._used += self._taken.pop(content, 0)
         info = FileInfo(
             id=file_id,
             bytes=target.stat().st_size,
@@ -99,22 +134,52 @@ class FileStore:
             purpose=purpose,
         )
         handle, name = tempfile.mkstemp(prefix=".info-", dir=self.folder)
-        with os.fdopen(handle, "wb") as file:
-            file.write(msgspec.json.encode(info))
-        os.replace(name, self._info_path(file_id))
+        try:
+            with os.fdopen(handle, "wb") as file:
+                file.write(msgspec.json.encode(info))
+                file.flush()
+                os.fsync(file.fileno())
+            with self._lock:
+                self._used += os.stat(name).st_size
+                os.replace(name, self._info_path(file_id))
+        except BaseException:
+            Path(name).unlink(missing_ok=True)
+            if content != target:  # nobody would know of it
+                target.unlink(missing_ok=True)
+            raise
         return info
 
     def get(self, file_id: str) -> FileInfo:
         """One file.
 
         Raises:
-            ApiError: 404, there is none of that id.
+            ApiError: 404, there is none of that id, or what describes it cannot be read.
         """
         _checked(file_id)
         try:
-            return msgspec.json.decode(self._info_path(file_id).read_bytes(), type=FileInfo)
+            info = msgspec.json.decode(self._info_path(file_id).read_bytes(), type=FileInfo)
         except FileNotFoundError:
             raise no_file(file_id) from None
+        except (OSError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+            raise self._damaged(file_id, str(error)) from None
+        if info.id != file_id:
+            raise self._damaged(file_id, f"it is that of {info.id[:100]!r}")
+        return info
+
+    def open(self, file_id: str) -> BinaryIO:
+        """A file's content, which may then be deleted without harm to whoever reads it.
+
+        Raises:
+            ApiError: 404, there is none of that id, or its content is gone.
+        """
+        self.get(file_id)
+        try:
+            descriptor = os.open(self.data_path(file_id), os.O_RDONLY | os.O_CLOEXEC)
+        except FileNotFoundError:
+            raise ApiError(
+                404, f"The content of {file_id} is not there any more", param="id", code="file_not_found"
+            ) from None
+        return os.fdopen(descriptor, "rb", buffering=0)
 
     def list(self, purpose: str | None) -> list[FileInfo]:
         """All files, or those of a purpose; the newest first."""
@@ -123,30 +188,78 @@ class FileStore:
             for path in self.folder.glob("file-*.json"):
                 try:
                     info = self.get(path.stem)
-                except ApiError:  # deleted meanwhile
+                except ApiError:  # deleted meanwhile, or damaged
                     continue
                 if purpose is None or info.purpose == purpose:
                     found.append(info)
         return sorted(found, key=lambda info: (-info.created_at, info.id))
 
     def delete(self, file_id: str) -> None:
-        """Delete a file.
+        """Delete a file, also one whose description or content is damaged.
 
         Raises:
             ApiError: 404, there is none of that id.
         """
-        self.get(file_id)
-        self._info_path(file_id).unlink(missing_ok=True)
-        self.data_path(file_id).unlink(missing_ok=True)
+        _checked(file_id)
+        data = self.data_path(file_id)
+        with self._lock:
+            try:
+                self._used -= _removed(self._info_path(file_id))
+            except FileNotFoundError:
+                raise no_file(file_id) from None
+            with suppress(FileNotFoundError):  # gone already
+                self._used -= _removed(data)
 
     def _info_path(self, file_id: str) -> Path:
         return self.folder / f"{file_id}.json"
 
-    def _sweep(self) -> None:
-        """Delete what uploads left behind whose server died."""
+    def _known(self, file_id: str) -> FileInfo | None:
+        try:
+            return self.get(file_id)
+        except ApiError:
+            return None
+
+    def _damaged(self, file_id: str, why: str) -> ApiError:
+        """The error of a file that cannot be described; the log tells of each once."""
+        if file_id not in self._told:
+            self._told.add(file_id)
+            log.warning("the description of a file cannot be read", extra={"file": file_id, "reason": why})
+        message = f"The description of {file_id} is damaged and cannot be read; delete the file"
+        return ApiError(404, message, param="id", code="file_damaged")
+
+    def _count(self) -> int:
+        """Bytes in the folder but for our own uploads; deletes what uploads left behind whose server died."""
+        total = 0
         for entry in os.scandir(self.folder):
-            if entry.name.startswith((".upload-", ".info-")) and time.time() - entry.stat().st_mtime > STALE_S:
-                Path(entry.path).unlink(missing_ok=True)
+            path = Path(entry.path)
+            try:
+                status = entry.stat(follow_symlinks=False)
+                if path in self._taken:
+                    continue
+                if entry.name.startswith((".upload-", ".info-")) and time.time() - status.st_mtime > STALE_S:
+                    path.unlink()
+                elif entry.is_file():
+                    total += status.st_size
+            except FileNotFoundError:  # renamed or deleted meanwhile
+                continue
+        return total
+
+
+def _removed(path: Path) -> int:
+    """Delete a file; the bytes it had."""
+    size = path.stat().st_size
+    path.unlink()
+    return size
+
+
+def _sync(path: Path) -> None:
+    """Have a file's bytes on the disk before anything names them."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fchmod(descriptor, 0o600)
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def derived_id(job: str, what: str) -> str:

@@ -4,10 +4,10 @@ import asyncio
 from typing import Any
 
 from fastapi import FastAPI, Request
-from starlette.responses import FileResponse, Response
+from starlette.responses import Response
 
 from headrace.api.chunks import encode
-from headrace.api.file_store import FileInfo
+from headrace.api.content import Content
 from headrace.api.paging import page
 from headrace.api.state import ServerState
 from headrace.api.upload import receive_file
@@ -34,9 +34,13 @@ def file_routes(app: FastAPI, state: ServerState) -> None:
         return _json(await asyncio.to_thread(files.get, file_id))
 
     @app.get("/v1/files/{file_id}/content")
-    async def _content(file_id: str) -> Response:
-        info: FileInfo = await asyncio.to_thread(files.get, file_id)
-        return FileResponse(files.data_path(info.id), media_type="application/octet-stream")
+    async def _content(file_id: str, request: Request) -> Response:
+        file = await asyncio.to_thread(files.open, file_id)
+        try:
+            return Content(file, request.headers.get("range"))
+        except BaseException:
+            file.close()
+            raise
 
     @app.delete("/v1/files/{file_id}")
     async def _delete(file_id: str) -> Response:

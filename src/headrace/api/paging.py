@@ -6,6 +6,7 @@ from typing import Any, TypeVar
 from headrace.core.errors import InvalidRequest
 
 T = TypeVar("T")
+MAX_DIGITS = 9
 
 
 def page(items: Sequence[T], query: Mapping[str, str], most: int, id_of: Callable[[T], str]) -> dict[str, Any]:
@@ -22,9 +23,11 @@ def page(items: Sequence[T], query: Mapping[str, str], most: int, id_of: Callabl
     """
     text = query.get("limit")
     default = most if most > 100 else 20
-    if text is not None and not (text.isascii() and text.isdigit() and 1 <= int(text[:9]) <= most):
-        raise InvalidRequest(f"`limit` must be a number from 1 to {most}, got {text[:100]!r}", "limit")
-    limit = default if text is None else int(text)
+    limit = default
+    if text is not None:
+        limit = int(text) if text.isascii() and text.isdigit() and len(text) <= MAX_DIGITS else 0
+        if not 1 <= limit <= most:
+            raise InvalidRequest(f"`limit` must be a number from 1 to {most}, got {text[:100]!r}", "limit")
     order = query.get("order", "desc")
     if order not in ("asc", "desc"):
         raise InvalidRequest(f"`order` must be asc or desc, got {order[:100]!r}", "order")

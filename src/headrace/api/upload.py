@@ -11,7 +11,7 @@ from starlette.requests import Request
 
 from headrace.api.errors import ApiError
 from headrace.api.file_store import FileInfo, FileStore
-from headrace.api.limits import too_large
+from headrace.api.limits import FORM_BYTES, too_large
 from headrace.api.running import ClientGone
 from headrace.core.errors import InvalidRequest
 from headrace.offline.jobs.errors import WrongFile
@@ -19,6 +19,8 @@ from headrace.offline.jobs.lines import BLOCK, check_head
 
 MAX_FIELD = 4096
 MAX_FIELDS = 16
+MAX_HEADERS = 4096  # bytes of the headers of one part
+MAX_BOUNDARY = 200
 PURPOSE = "batch"
 
 
@@ -31,6 +33,8 @@ class Form:
         self.has_file = self.complete = False
         self.pending = bytearray()
         self._header = self._value = b""
+        self._head = 0  # bytes of the part's headers so far
+        self._parts = 0
         self._name = ""
         self._is_file = False
         self._field = bytearray()
@@ -48,14 +52,24 @@ class Form:
         }
 
     def _begin(self) -> None:
-        self._name, self._is_file = "", False
+        self._parts += 1
+        if self._parts > MAX_FIELDS + 1:
+            raise InvalidRequest(f"a form has at most {MAX_FIELDS} fields besides the file")
+        self._name, self._is_file, self._head = "", False, 0
         self._field.clear()
 
     def _add_header(self, data: bytes) -> None:
+        self._count_head(data)
         self._header += data
 
     def _add_value(self, data: bytes) -> None:
+        self._count_head(data)
         self._value += data
+
+    def _count_head(self, data: bytes) -> None:
+        self._head += len(data)
+        if self._head > MAX_HEADERS:
+            raise InvalidRequest(f"the headers of a part of a form have at most {MAX_HEADERS} bytes")
 
     def _end_header(self) -> None:
         if self._header.lower() == b"content-disposition":
@@ -73,8 +87,8 @@ class Form:
             self.pending += data
             return
         self._field += data
-        if len(self._field) > MAX_FIELD or len(self.fields) >= MAX_FIELDS:
-            raise InvalidRequest(f"a form has at most {MAX_FIELDS} fields of {MAX_FIELD} bytes", self._name[:100])
+        if len(self._field) > MAX_FIELD:
+            raise InvalidRequest(f"a field of a form has at most {MAX_FIELD} bytes", self._name[:100])
 
     def _end(self) -> None:
         if not self._is_file:
@@ -102,10 +116,11 @@ async def receive_file(request: Request, files: FileStore, limit: int) -> FileIn
     boundary = options.get(b"boundary")
     if kind != b"multipart/form-data" or not boundary:
         raise ApiError(415, "upload files as Content-Type: multipart/form-data with `purpose` and `file`")
+    if len(boundary) > MAX_BOUNDARY:
+        raise InvalidRequest(f"the boundary of a form has at most {MAX_BOUNDARY} bytes")
     temporary = await asyncio.to_thread(files.begin)
     try:
-        limit = min(limit, max(0, await asyncio.to_thread(files.room)))
-        form = await _write(request, boundary, temporary, limit)
+        form = await _write(request, boundary, files, temporary, limit)
         purpose = form.fields.get("purpose")
         if purpose != PURPOSE:
             said = "is missing" if purpose is None else f"is {purpose[:100]!r}"
@@ -114,12 +129,12 @@ async def receive_file(request: Request, files: FileStore, limit: int) -> FileIn
             raise InvalidRequest("the field `file` is missing", "file", "missing_required_parameter")
         return await asyncio.to_thread(files.publish, temporary, Path(form.filename).name, PURPOSE)
     finally:
-        await asyncio.to_thread(temporary.unlink, missing_ok=True)
+        await asyncio.to_thread(files.end, temporary)
 
 
-async def _write(request: Request, boundary: bytes, path: Path, limit: int) -> Form:
+async def _write(request: Request, boundary: bytes, files: FileStore, path: Path, limit: int) -> Form:
     form = Form()
-    written = 0
+    received = written = 0
     descriptor = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
     try:
         parser = MultipartParser(boundary, form.callbacks())
@@ -129,16 +144,20 @@ async def _write(request: Request, boundary: bytes, path: Path, limit: int) -> F
             if message["type"] == "http.disconnect":
                 raise ClientGone()
             more = message.get("more_body", False)
-            parser.write(message.get("body", b""))
+            data = message.get("body", b"")
+            received += len(data)
+            parser.write(data)
             if written + len(form.pending) > limit:
-                raise too_large(limit, "--max-file-bytes or --max-files-bytes")
+                raise too_large(limit, "--max-file-bytes")
+            if received - written - len(form.pending) > FORM_BYTES:
+                raise too_large(FORM_BYTES, "limit for what stands around the file of a form")
             if len(form.pending) >= BLOCK or (not more and form.has_file):
                 block = bytes(form.pending)
                 form.pending.clear()
                 if written == 0:
                     check_head(block, "the file")
                 written += len(block)
-                await asyncio.to_thread(_write_all, descriptor, block)
+                await asyncio.to_thread(_store, files, path, descriptor, block)
         if not form.complete:
             raise InvalidRequest("the form is not complete: its last boundary is missing", "file")
     except FormParserError as error:
@@ -150,7 +169,8 @@ async def _write(request: Request, boundary: bytes, path: Path, limit: int) -> F
     return form
 
 
-def _write_all(descriptor: int, data: bytes) -> None:
+def _store(files: FileStore, path: Path, descriptor: int, data: bytes) -> None:
+    files.take(path, len(data))
     view = memoryview(data)
     while view:
         view = view[os.write(descriptor, view) :]
