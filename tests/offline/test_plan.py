@@ -94,6 +94,28 @@ def test_wrong_lines_are_told_and_kept(batch: Path, tmp_path: Path) -> None:
     assert all(json.loads(lines[a:b])["custom_id"] == name for a, b, name in zip(given.begins, given.ends, given.ids))
 
 
+def test_lines_nested_too_deeply_are_wrong_lines(batch: Path) -> None:
+    deep = [
+        b'{"custom_id": "a", "body": ' + b'{"a":' * 100_000 + b"1" + b"}" * 100_001,
+        line("b", [1], 4).replace("[1]", "[" * 100_000 + "]" * 100_000).encode(),
+        b"[" * 100_000,
+    ]
+    batch.write_bytes(b"\n".join([*deep, b""]) + batch.read_bytes())
+    given = read_plan_input(batch, no_tokenizer)
+    assert len(given.ids) == 48
+    assert [number for number, _ in given.errors] == [1, 2, 3]
+    assert "nested too deeply" in given.errors[0][1]
+
+
+def test_a_mark_at_the_start_is_no_part_of_the_first_line(batch: Path) -> None:
+    plain = batch.read_bytes()
+    batch.write_bytes(b"\xef\xbb\xbf" + plain)
+    given = read_plan_input(batch, no_tokenizer)
+    assert (len(given.ids), given.errors) == (48, [])
+    lines = batch.read_bytes()
+    assert b"".join(lines[a:b] for a, b in zip(given.begins, given.ends)) == plain
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [(b"", "empty"), (gzip.compress(b"{}"), "compressed"), (b"PK\x00\x01", "binary"), (b"hello\n", "no request")],

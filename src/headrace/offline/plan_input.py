@@ -21,6 +21,7 @@ COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 COMPLETION_TOKENS, CHAT_TOKENS = 16, 1024
 Tokens = NDArray[np.int32]
 _NONE: Tokens = np.zeros(0, np.int32)
+_BOM = b"\xef\xbb\xbf"
 #: Lines whose texts are tokenised together, by all cores.
 _TOGETHER = 2048
 
@@ -107,8 +108,9 @@ def _check_kind(path: Path, file: BinaryIO) -> None:
 
 
 def _lines(file: BinaryIO) -> Iterator[tuple[int, int, bytes]]:
-    """Line number, first byte and the line itself, of lines that are not blank."""
-    begin = 0
+    """Line number, first byte and the line itself, of lines that are not blank; a mark (BOM) at the start is none's."""
+    begin = len(_BOM) if file.read(len(_BOM)) == _BOM else 0
+    file.seek(begin)
     for number, line in enumerate(file, 1):
         if line.strip():
             yield number, begin, line
@@ -142,6 +144,8 @@ class _Reader:
             self._take(number, begin, line)
         except (msgspec.MsgspecError, UnicodeDecodeError, InvalidRequest, ValueError, OverflowError) as error:
             self._refuse(number, begin, len(line), str(error))
+        except RecursionError:
+            self._refuse(number, begin, len(line), "the line is nested too deeply")
         if len(self._waiting) >= _TOGETHER:
             self._flush()
 
