@@ -1,5 +1,6 @@
 """A batch whose journal is damaged harms no other."""
 
+import sqlite3
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,9 @@ from batch_files import CHAT, chat_line, jsonl, model_folder, upload
 from openai import OpenAI
 from parrot import STALL
 from served import Served, serve_parrot
+
+from headrace.offline.jobs.errors import JobError
+from headrace.offline.jobs.folder import JobFolder
 
 ASKED: dict[str, Any] = {"endpoint": CHAT, "completion_window": "24h"}
 
@@ -51,3 +55,19 @@ def test_a_damaged_journal_harms_no_other_batch(served: Served, content: bytes) 
             assert bad in error["message"]
             assert str(served.state.jobs) not in error["message"]
     assert create(client) in [each.id for each in client.batches.list(limit=100)]  # though a damaged one waits
+
+
+def test_a_full_disk_is_no_damage(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    batch = create(served.client())
+    full = sqlite3.OperationalError("disk I/O error")
+    full.sqlite_errorcode = sqlite3.SQLITE_IOERR_SHMSIZE  # what opening a journal says on a tmpfs without room
+
+    def journal(folder: JobFolder) -> None:
+        raise JobError(f"the journal of {folder.id} cannot be read: {full}") from full
+
+    monkeypatch.setattr(JobFolder, "journal", journal)
+    with served.http() as http:
+        for path in ("/v1/batches", f"/v1/batches/{batch}"):
+            answer = http.get(path)
+            assert answer.status_code == 507
+            assert answer.json()["error"]["code"] == "disk_full"

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from headrace.api.batch_endpoint import BatchEndpoint
 from headrace.api.batch_object import ERRORS, OUTPUT
-from headrace.api.errors import ApiError
+from headrace.api.errors import ApiError, disk_full
 from headrace.api.file_store import FileInfo, derived_id, no_file
 from headrace.api.state import ServerState
 from headrace.core.errors import EngineDead, HeadraceError, QueueFull
@@ -138,6 +138,8 @@ class BatchService:
             try:
                 spec = folder.spec()
             except JobError as error:
+                if disk_full(error):
+                    raise  # none can be read
                 if folder.id not in self._unreadable:
                     self._unreadable.add(folder.id)
                     log.warning("a batch cannot be read", extra={"batch": folder.id, "reason": str(error)})

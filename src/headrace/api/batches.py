@@ -14,7 +14,7 @@ from starlette.responses import Response
 from headrace.api.batch_object import batch_object
 from headrace.api.batch_service import BatchService
 from headrace.api.chunks import encode
-from headrace.api.errors import ApiError
+from headrace.api.errors import ApiError, disk_full
 from headrace.api.file_store import FILE_ID, no_file
 from headrace.api.paging import page
 from headrace.api.schema import decode
@@ -92,10 +92,13 @@ def told(folder: JobFolder) -> dict[str, Any]:
 
     Raises:
         ApiError: 500, its journal cannot be read.
+        JobError: the disk is full, which is no fault of this one.
     """
     try:
         return batch_object(folder)
     except JobError as error:
+        if disk_full(error):
+            raise
         log.warning("a batch cannot be read", extra={"batch": folder.id, "reason": str(error)})
         message = f"The journal of {folder.id} cannot be read; the server's log says why"
         headers = {"x-should-retry": "false"}

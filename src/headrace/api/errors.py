@@ -11,6 +11,8 @@ from headrace.core.errors import EngineDead, HeadraceError, InvalidRequest, Queu
 from headrace.offline.jobs.errors import JobBusy, JobError
 
 RETRY_AFTER_S = 1
+#: What SQLite says on a full disk: of the database, and of the index of its log, without which it cannot even be read.
+_FULL = (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR_SHMSIZE)
 
 
 class ApiError(HeadraceError):
@@ -62,7 +64,7 @@ def as_api_error(error: BaseException) -> ApiError:
         return ApiError(503, f"the engine is not running: {error}", "service_unavailable", code="engine_dead")
     if isinstance(error, JobBusy):
         return ApiError(409, str(error), code="batch_busy")
-    if _disk_full(error):
+    if disk_full(error):
         headers = {"Connection": "close", "x-should-retry": "false"}
         message = "the server's disk is full; delete files, or tell whoever runs it"
         return ApiError(507, message, "server_error", code="disk_full", headers=headers)
@@ -71,12 +73,12 @@ def as_api_error(error: BaseException) -> ApiError:
     return ApiError(500, "the server failed on this request; its log says why", "server_error", code="internal_error")
 
 
-def _disk_full(error: BaseException | None) -> bool:
+def disk_full(error: BaseException | None) -> bool:
     """Whether a full disk, or a full quota, is what a failure comes from."""
     while error is not None:
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
             return True
-        if isinstance(error, sqlite3.Error) and getattr(error, "sqlite_errorcode", 0) & 0xFF == sqlite3.SQLITE_FULL:
+        if isinstance(error, sqlite3.Error) and getattr(error, "sqlite_errorcode", None) in _FULL:
             return True
         error = error.__cause__
     return False
