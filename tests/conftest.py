@@ -6,12 +6,13 @@ import sys
 from pathlib import Path
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 # The same examples in every run, so that a change is judged by what it changed; `make fuzz` draws new ones.
 # No deadline for one example: on a busy machine any of them may be slow; pytest's time-out ends what hangs.
-settings.register_profile("repeatable", derandomize=True, deadline=None)
-settings.register_profile("fuzz", print_blob=True, deadline=None)
+_LENIENT = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
+settings.register_profile("repeatable", derandomize=True, **_LENIENT)
+settings.register_profile("fuzz", print_blob=True, **_LENIENT)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
 
 for room in sorted(Path(__file__).parent.rglob("*")):
