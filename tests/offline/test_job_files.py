@@ -65,9 +65,12 @@ def test_an_empty_file_that_is_another_is_refused(tmp_path: Path) -> None:
         asyncio.run(runner(leftover, Echo()).run())
 
 
-def test_a_file_under_work_is_not_opened_twice(tmp_path: Path) -> None:
+@pytest.mark.parametrize("gone", [False, True])
+def test_a_file_under_work_is_not_opened_twice(tmp_path: Path, gone: bool) -> None:
     folder = new_job(tmp_path, LINES)
     path = str(tmp_path / "out.jsonl")
+    if gone:  # it is made anew, and kept as well
+        os.unlink(path)
     first = open_owned(path, folder.id, 0, None)
     try:
         with pytest.raises(JobError, match="another job"):

@@ -10,7 +10,9 @@ import pytest
 from cli_runs import headrace
 
 from headrace.cli.app import main
-from headrace.core.errors import ConfigError
+from headrace.core.errors import ConfigError, HeadraceError
+from headrace.offline.jobs.errors import WrongFile
+from headrace.offline.jobs.lines import MAX_LINE
 from headrace.offline.plan_input import read_plan_input
 from headrace.offline.plan_lengths import expected_lengths
 from headrace.offline.planning.admission import ORDERS
@@ -107,6 +109,14 @@ def test_lines_nested_too_deeply_are_wrong_lines(batch: Path) -> None:
     assert "nested too deeply" in given.errors[0][1]
 
 
+def test_a_line_that_is_too_long_is_a_wrong_line(batch: Path) -> None:
+    batch.write_bytes(b'{"custom_id": "' + b"a" * MAX_LINE + b'"}\n' + batch.read_bytes())
+    given = read_plan_input(batch, no_tokenizer)
+    assert len(given.ids) == 48
+    assert given.errors[0][0] == 1
+    assert "more than 16,777,216" in given.errors[0][1]
+
+
 def test_a_mark_at_the_start_is_no_part_of_the_first_line(batch: Path) -> None:
     plain = batch.read_bytes()
     batch.write_bytes(b"\xef\xbb\xbf" + plain)
@@ -118,14 +128,14 @@ def test_a_mark_at_the_start_is_no_part_of_the_first_line(batch: Path) -> None:
 
 @pytest.mark.parametrize(
     ("content", "message"),
-    [(b"", "empty"), (gzip.compress(b"{}"), "compressed"), (b"PK\x00\x01", "binary"), (b"hello\n", "no request")],
+    [(b"", "empty"), (gzip.compress(b"{}"), "gzip"), (b"PK\x00\x01", "binary"), (b"hello\n", "no request")],
 )
 def test_files_of_another_kind_are_refused(tmp_path: Path, content: bytes, message: str) -> None:
     path = tmp_path / "in.jsonl"
     path.write_bytes(content)
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(HeadraceError, match=message):
         read_plan_input(path, no_tokenizer)
-    with pytest.raises(ConfigError, match="cannot read"):
+    with pytest.raises(WrongFile, match="not there"):
         read_plan_input(tmp_path / "missing.jsonl", no_tokenizer)
 
 

@@ -169,18 +169,16 @@ def _batch(url: str, number: int, vocabulary: int, mixes: int) -> Iterator[None]
         asked = {"input_file_id": file["id"], "endpoint": COMPLETIONS, "completion_window": "24h"}
         batch = client.post("/v1/batches", json=asked).json()
         _wait_for_work(client, url, batch["id"])
-        try:
-            yield
-        finally:
-            state = client.get(f"/v1/batches/{batch['id']}").json()
-            if state["status"] != "in_progress":
-                raise HeadraceError(f"the batch was {state['status']} before the measurement was over")
-            client.post(f"/v1/batches/{batch['id']}/cancel")
-            while (state := client.get(f"/v1/batches/{batch['id']}").json())["status"] != "cancelled":
-                time.sleep(0.1)
-            for name in ("input_file_id", "output_file_id", "error_file_id"):
-                if state[name]:
-                    client.delete(f"/v1/files/{state[name]}")
+        yield  # after an error the server ends, and its home with it
+        state = client.get(f"/v1/batches/{batch['id']}").json()
+        if state["status"] != "in_progress":
+            raise HeadraceError(f"the batch was {state['status']} before the measurement was over")
+        client.post(f"/v1/batches/{batch['id']}/cancel")
+        while (state := client.get(f"/v1/batches/{batch['id']}").json())["status"] != "cancelled":
+            time.sleep(0.1)
+        for name in ("input_file_id", "output_file_id", "error_file_id"):
+            if state[name]:
+                client.delete(f"/v1/files/{state[name]}")
 
 
 def _wait_for_work(client: httpx.Client, url: str, batch: str) -> None:

@@ -30,16 +30,6 @@ class KVSink(Protocol):
         ...
 
 
-class NoFlow:
-    """No store: nothing to wait for, nothing to save."""
-
-    def wait(self, plan: StepPlan, layer: int) -> None:
-        """Return at once."""
-
-    def offer(self, plan: StepPlan, layer: int) -> None:
-        """Ignore it."""
-
-
 class RecordedFlow:
     """Remembers the calls, for tests of the order in which the attention function makes them."""
 

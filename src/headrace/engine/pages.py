@@ -85,13 +85,6 @@ class PageAllocator:
                 else:
                     self._free.append(page)
 
-    def forget_cached(self) -> None:
-        """Drop every cached page that nobody holds."""
-        while self._cached:
-            page, _none = self._cached.popitem(last=False)
-            self._index.evict(page)
-            self._free.append(page)
-
     def grow(self, total: int) -> None:
         """Raise the number of pages."""
         old = self.total

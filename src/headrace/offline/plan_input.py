@@ -3,10 +3,10 @@
 import hashlib
 import time
 from array import array
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -14,14 +14,13 @@ from numpy.typing import NDArray
 
 from headrace.core.errors import ConfigError, InvalidRequest
 from headrace.front.tokenizer import Tokenizer
+from headrace.offline.jobs.lines import CHAT, COMPLETIONS, MAX_LINE, RawLine, check_file, read_lines
 from headrace.offline.planning.requests import JobRequests
 
-COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 #: Where a line sets no limit: that of the API for completions; for chats, which have none, ours.
 COMPLETION_TOKENS, CHAT_TOKENS = 16, 1024
 Tokens = NDArray[np.int32]
 _NONE: Tokens = np.zeros(0, np.int32)
-_BOM = b"\xef\xbb\xbf"
 #: Lines whose texts are tokenised together, by all cores.
 _TOGETHER = 2048
 
@@ -76,16 +75,17 @@ def read_plan_input(
         advance: told how many bytes have been read since the last call.
 
     Raises:
-        ConfigError: the file cannot be read, is no text, or has no line that can be planned.
+        WrongFile: it cannot be a file of requests.
+        ConfigError: it cannot be read, or has no line that can be planned.
     """
     begun = time.perf_counter()
     reader = _Reader(tokenizer)
+    check_file(path)
     try:
         with path.open("rb") as file:
-            _check_kind(path, file)
-            for number, begin, line in _lines(file):
-                reader.line(number, begin, line)
-                advance(len(line))
+            for line in read_lines(file.fileno()):
+                reader.line(line)
+                advance(line.end - line.offset)
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from error
     result = reader.finish()
@@ -94,27 +94,6 @@ def read_plan_input(
         raise ConfigError(f"{path} has no request that can be planned{first}")
     result.read_s = time.perf_counter() - begun - result.tokenize_s
     return result
-
-
-def _check_kind(path: Path, file: BinaryIO) -> None:
-    start = file.read(4096)
-    file.seek(0)
-    if not start:
-        raise ConfigError(f"{path} is empty; a batch file has one JSON object a line")
-    if start.startswith(b"\x1f\x8b"):
-        raise ConfigError(f"{path} is compressed; unpack it first: gunzip {path.name}")
-    if b"\x00" in start:
-        raise ConfigError(f"{path} is a binary file; a batch file has one JSON object a line")
-
-
-def _lines(file: BinaryIO) -> Iterator[tuple[int, int, bytes]]:
-    """Line number, first byte and the line itself, of lines that are not blank; a mark (BOM) at the start is none's."""
-    begin = len(_BOM) if file.read(len(_BOM)) == _BOM else 0
-    file.seek(begin)
-    for number, line in enumerate(file, 1):
-        if line.strip():
-            yield number, begin, line
-        begin += len(line)
 
 
 class _Reader:
@@ -138,14 +117,17 @@ class _Reader:
         self._errors: list[tuple[int, str]] = []
         self._tokenize_s = 0.0
 
-    def line(self, number: int, begin: int, line: bytes) -> None:
+    def line(self, line: RawLine) -> None:
         """Take one line."""
+        if line.data is None:
+            self._refuse(line, f"the line has {line.length:,} bytes, more than {MAX_LINE:,}")
+            return
         try:
-            self._take(number, begin, line)
+            self._take(line, line.data)
         except (msgspec.MsgspecError, UnicodeDecodeError, InvalidRequest, ValueError, OverflowError) as error:
-            self._refuse(number, begin, len(line), str(error))
+            self._refuse(line, str(error))
         except RecursionError:
-            self._refuse(number, begin, len(line), "the line is nested too deeply")
+            self._refuse(line, "the line is nested too deeply")
         if len(self._waiting) >= _TOGETHER:
             self._flush()
 
@@ -163,8 +145,8 @@ class _Reader:
             requests, self._ids, begins, ends, self._bad, self._errors, self._names, tokenize_s=self._tokenize_s
         )
 
-    def _take(self, number: int, begin: int, line: bytes) -> None:
-        parsed = self._line.decode(line)
+    def _take(self, line: RawLine, data: bytes) -> None:
+        parsed = self._line.decode(data)
         body = parsed.body
         if not parsed.custom_id:
             raise ValueError("`custom_id` is empty")
@@ -197,7 +179,7 @@ class _Reader:
             self._texts.append((len(self._waiting), text, True))
         self._seen.add(parsed.custom_id)
         group = self._group(parsed.url, system, limit)
-        self._waiting.append((_Request(parsed.custom_id, number, begin, len(line), limit, group), tokens))
+        self._waiting.append((_Request(parsed.custom_id, replace(line, data=None), limit, group), tokens))
 
     def _text_tokenizer(self) -> Tokenizer:
         if self._tokenizer is None:
@@ -226,16 +208,14 @@ class _Reader:
             self._tokenize_s += time.perf_counter() - begun
         for request, tokens in self._waiting:
             if not len(tokens):
-                self._refuse(
-                    request.number, request.begin, request.size, "the prompt has no token, or is not valid Unicode"
-                )
+                self._refuse(request.line, "the prompt has no token, or is not valid Unicode")
                 continue
             self._tokens.frombytes(tokens.tobytes())
             self._offsets.append(len(self._tokens))
             self._limits.append(request.limit)
             self._groups.append(request.group)
-            self._begins.append(request.begin)
-            self._ends.append(request.begin + request.size)
+            self._begins.append(request.line.offset)
+            self._ends.append(request.line.end)
             self._ids.append(request.id)
         self._waiting, self._texts = [], []
 
@@ -248,10 +228,10 @@ class _Reader:
         except InvalidRequest:
             return [[]] if len(texts) == 1 else [tokens for text in texts for tokens in self._encode([text], special)]
 
-    def _refuse(self, number: int, begin: int, size: int, why: str) -> None:
-        self._bad.append((begin, begin + size))
+    def _refuse(self, line: RawLine, why: str) -> None:
+        self._bad.append((line.offset, line.end))
         if len(self._errors) < 100:
-            self._errors.append((number, why))
+            self._errors.append((line.number, why))
 
 
 def _token_ids(text: bytes) -> Tokens:
@@ -272,8 +252,6 @@ def _token_ids(text: bytes) -> Tokens:
 @dataclass(frozen=True, slots=True)
 class _Request:
     id: str
-    number: int
-    begin: int
-    size: int
+    line: RawLine
     limit: int
     group: int

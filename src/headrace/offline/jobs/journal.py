@@ -122,12 +122,6 @@ class Journal:
         with self._lock:
             self._db.close()
 
-    def read_state(self) -> JobState:
-        """The state as last committed, by whatever process."""
-        with self._lock:
-            (text,) = self._db.execute("SELECT state FROM job").fetchone()
-        return msgspec.json.decode(text, type=JobState)
-
     @property
     def cancel_wanted(self) -> bool:
         """Whether anybody has asked for the end of the job."""
@@ -179,11 +173,6 @@ class Journal:
                 (number,),
             ).fetchone()
         return LineRow(*row)
-
-    def pending_count(self) -> int:
-        """Lines without a result."""
-        with self._lock:
-            return int(self._db.execute("SELECT count(*) FROM line WHERE state = 0").fetchone()[0])
 
     def pending(self, most: int) -> list[LineRow]:
         """The first `most` lines without a result."""

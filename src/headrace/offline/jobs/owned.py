@@ -59,7 +59,8 @@ def open_owned(path: str, job: str, length: int, inode: Inode | None) -> int:
         except FileNotFoundError:
             if length:
                 raise
-            return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, MODE)
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, MODE)
+            inode = inode_of(descriptor)
     except OSError as error:
         raise JobError(f"job {job} cannot write {path}: {error.strerror}") from error
     try:
