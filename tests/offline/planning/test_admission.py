@@ -38,10 +38,16 @@ def run(
 def test_every_request_runs_once_in_every_order(
     seed: int, count: int, order: str, device: DeviceProfile, known: bool
 ) -> None:
-    requests, lengths = random_job(seed, count)
-    result = run(order, requests, lengths, device, known)
-    if order == "blend" and known:
-        assert result.preemptions == 0  # what it admits has room to the end
+    run(order, *random_job(seed, count), device, known)
+
+
+@pytest.mark.parametrize("device", [CPU, GPU], ids=["cpu", "gpu"])
+@pytest.mark.parametrize("seed", range(4))
+def test_what_blend_admits_has_room_to_its_end(seed: int, device: DeviceProfile) -> None:
+    requests, lengths = random_job(seed)
+    tight = 400  # tokens: fewer than eight running requests would hold
+    assert run("fcfs", requests, lengths, device, known=True, kv=tight).preemptions > 0
+    assert run("blend", requests, lengths, device, known=True, kv=tight).preemptions == 0
 
 
 @settings(max_examples=25)
