@@ -30,12 +30,14 @@ class BatchEndpoint:
 
     Args:
         state: the engine, its front, and the parsers that apply.
+        others: the same of further engines with the same model; `run` counts from `state` on.
     """
 
     urls = URLS
 
-    def __init__(self, state: ServerState) -> None:
+    def __init__(self, state: ServerState, *others: ServerState) -> None:
         self._state = state
+        self._workers = (state, *others)
         self._metrics = Metrics(state.model)  # of its own: a batch says nothing of what users wait for
 
     @property
@@ -52,14 +54,14 @@ class BatchEndpoint:
         total = sum(most) * prepared.params.n
         return Asked(prepared.prompts, total, _kin(url, prepared, total), prepared)
 
-    async def run(self, asked: Asked, share: float) -> Answer:
+    async def run(self, asked: Asked, share: float, worker: int = 0) -> Answer:
         """See `Endpoint.run`."""
         prepared: Prepared = asked.handle
         meter = Meter(self._metrics)
         whole = prepared.whole(meter)
         try:
             streams = await submit(
-                self._state,
+                self._workers[worker],
                 prepared.request,
                 prepared.id,
                 prepared.prompts,

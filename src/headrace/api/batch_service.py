@@ -17,7 +17,7 @@ from headrace.api.file_store import FileInfo, derived_id, no_file
 from headrace.api.state import ServerState
 from headrace.core.errors import EngineDead, HeadraceError, QueueFull
 from headrace.offline.jobs.cancel import close_job
-from headrace.offline.jobs.device import JobDevice, device_of
+from headrace.offline.jobs.device import JobDevice, device_of, fleet_of
 from headrace.offline.jobs.errors import JobBusy, JobError
 from headrace.offline.jobs.folder import JobFolder, create_job, list_jobs
 from headrace.offline.jobs.predict import sample, seconds_of
@@ -248,8 +248,8 @@ class BatchService:
         runner = self._runner = JobRunner(
             folder,
             self._endpoint,
-            device.orders(ORDER),
-            window=device.window,
+            fleet_of(ORDER, [device]),
+            windows=[device.window],
             optimum=device.optimum,
             limit=state.config.max_request_bytes,
             pause=PAUSE,

@@ -16,8 +16,9 @@ from headrace.bench.peers import CommandPeer, PeerRun
 from headrace.bench.progress import progress
 from headrace.bench.workload import write_requests
 from headrace.core.errors import HeadraceError
-from headrace.offline.plan_report import Plan, Target, make_plan
+from headrace.offline.plan_report import Plan, make_plan
 from headrace.offline.planning.admission import make_admission
+from headrace.offline.planning.target import Target
 from headrace.perf.profile import DeviceProfile
 
 #: The order that is compared with the others.

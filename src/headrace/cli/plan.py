@@ -12,7 +12,8 @@ from headrace.core.errors import ConfigError
 
 if TYPE_CHECKING:
     from headrace.offline.plan_input import PlanInput
-    from headrace.offline.plan_report import Plan, Target
+    from headrace.offline.plan_report import Plan
+    from headrace.offline.planning.target import Target
 
 _GROUPS_SHOWN = 12
 _ACCELERATOR_SEQS, _ACCELERATOR_TOKENS = 512, 2048  # what serving engines use on large accelerators
@@ -103,7 +104,7 @@ def _target(
     model: str, device: str, threads: int, dtype: str, kv_tokens: int, max_seqs: int, step_tokens: int
 ) -> tuple["Target", Path | None]:
     """What to plan for, and the model's folder where it has one."""
-    from headrace.offline.plan_report import Target
+    from headrace.offline.planning.target import Target
     from headrace.perf.model_config import preset, shape_of_folder
     from headrace.perf.presets import accelerator, memory_bytes, names
     from headrace.perf.profile import load_or_default

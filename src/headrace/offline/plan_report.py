@@ -11,33 +11,13 @@ from headrace.offline.planning.admission import ORDERS, make_admission
 from headrace.offline.planning.blend import PAGE
 from headrace.offline.planning.requests import JobRequests
 from headrace.offline.planning.simulated_engine import Run, SimulatedEngine
+from headrace.offline.planning.target import Target
 from headrace.offline.planning.tree import Floats, Ints, PrefixTree, common_prefixes, sorted_by_tokens
 from headrace.perf.density import CostRates, density
-from headrace.perf.model_shape import ModelShape
-from headrace.perf.profile import DeviceProfile
 from headrace.perf.roofline import optimum_seconds
 
 #: Edges of the density histogram, powers of two.
 _EDGES = tuple(2.0**power for power in range(-6, 8))
-
-
-@dataclass(frozen=True)
-class Target:
-    """What a job is planned for.
-
-    Attributes:
-        profile: of the device.
-        model: that runs.
-        kv_tokens: tokens of the KV pool.
-        max_seqs: sequences at once.
-        step_tokens: tokens of a step at most.
-    """
-
-    profile: DeviceProfile
-    model: ModelShape
-    kv_tokens: int
-    max_seqs: int = 64
-    step_tokens: int = 512
 
 
 @dataclass(frozen=True)

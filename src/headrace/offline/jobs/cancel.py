@@ -10,7 +10,7 @@ from headrace.offline.jobs.folder import JobFolder
 from headrace.offline.jobs.lines import URLS
 from headrace.offline.jobs.runner import JobRunner, Publish
 from headrace.offline.jobs.spec import JobState
-from headrace.offline.planning.admission import Admission
+from headrace.offline.planning.fleet import Fleet
 from headrace.offline.planning.requests import JobRequests
 
 
@@ -24,7 +24,7 @@ class Unserved:
         """Any body will do."""
         return Asked([[0]], 1, b"", None)
 
-    async def run(self, asked: Asked, share: float) -> Answer:
+    async def run(self, asked: Asked, share: float, worker: int = 0) -> Answer:
         """Never called for a cancelled job."""
         raise EngineDead("a cancelled job has no engine")
 
@@ -65,8 +65,8 @@ async def close_job(
     Raises:
         JobBusy: another process runs it, and will end it.
     """
-    return await JobRunner(folder, Unserved(), _unordered, window=1, publish=publish, clock=clock).run()
+    return await JobRunner(folder, Unserved(), _unordered, windows=[1], publish=publish, clock=clock).run()
 
 
-def _unordered(requests: JobRequests) -> Admission:
+def _unordered(requests: JobRequests) -> Fleet:
     raise JobError("a job that is being closed runs no request")

@@ -1,6 +1,6 @@
 """What a job knows of the engine that it runs on: enough to order its requests and to predict its end."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -8,14 +8,15 @@ from headrace.core.config import EngineConfig
 from headrace.core.errors import ConfigError
 from headrace.core.events import EngineInfo
 from headrace.offline.jobs.optimum import Optimum, optimum_of
-from headrace.offline.planning.admission import ORDERS, Admission, make_admission
+from headrace.offline.planning.admission import ORDERS
+from headrace.offline.planning.fleet import Fleet
 from headrace.offline.planning.requests import JobRequests
+from headrace.offline.planning.target import Target
 from headrace.perf.model_config import shape_of_folder
-from headrace.perf.model_shape import ModelShape
-from headrace.perf.profile import DeviceProfile, load_or_default
+from headrace.perf.profile import load_or_default
 
-#: Makes the policy that orders the requests of a job.
-Orders = Callable[[JobRequests], Admission]
+#: Makes the policy that hands a job's requests to its workers.
+Orders = Callable[[JobRequests], Fleet]
 
 
 @dataclass(frozen=True)
@@ -23,41 +24,29 @@ class JobDevice:
     """An engine in numbers.
 
     Attributes:
-        profile: of its device.
-        shape: of its model.
-        kv_tokens: that its KV pool holds.
-        max_seqs: sequences that it runs at once.
-        step_tokens: tokens of a step at most.
+        target: what its part of a job is planned for.
         window: requests of a job in flight at most: enough to choose from, and half of the queue is left to others.
     """
 
-    profile: DeviceProfile
-    shape: ModelShape
-    kv_tokens: int
-    max_seqs: int
-    step_tokens: int
+    target: Target
     window: int
-
-    def orders(self, order: str) -> Orders:
-        """What makes the admission policy of a job.
-
-        Raises:
-            ConfigError: there is no such order.
-        """
-        check_order(order)
-        return lambda requests: make_admission(
-            order,
-            requests,
-            self.profile,
-            self.shape,
-            self.kv_tokens,
-            max_seqs=self.max_seqs,
-            step_tokens=self.step_tokens,
-        )
 
     def optimum(self, requests: JobRequests) -> Optimum | None:
         """What the requests take at best; None where there are too many to say, or nobody measured the device."""
-        return None if not self.profile.measured else optimum_of(requests, self.profile, self.shape, self.step_tokens)
+        target = self.target
+        if not target.profile.measured:
+            return None
+        return optimum_of(requests, target.profile, target.model, target.step_tokens)
+
+
+def fleet_of(order: str, devices: Sequence[JobDevice]) -> Orders:
+    """What makes the policy of a job on these engines.
+
+    Raises:
+        ConfigError: there is no such order.
+    """
+    check_order(order)
+    return lambda requests: Fleet(order, requests, [device.target for device in devices])
 
 
 def device_of(info: EngineInfo, config: EngineConfig) -> JobDevice:
@@ -70,11 +59,13 @@ def device_of(info: EngineInfo, config: EngineConfig) -> JobDevice:
     limits = config.scheduler
     threads = config.model.threads if info.device == "cpu" else 0
     return JobDevice(
-        profile=load_or_default(info.device, threads, info.dtype),
-        shape=shape_of_folder(Path(info.path), info.dtype),
-        kv_tokens=info.pages * info.page_size,
-        max_seqs=limits.max_num_seqs,
-        step_tokens=limits.max_num_batched_tokens,
+        Target(
+            profile=load_or_default(info.device, threads, info.dtype),
+            model=shape_of_folder(Path(info.path), info.dtype),
+            kv_tokens=info.pages * info.page_size,
+            max_seqs=limits.max_num_seqs,
+            step_tokens=limits.max_num_batched_tokens,
+        ),
         window=max(1, min(4 * limits.max_num_seqs, limits.max_queue // 2)),
     )
 

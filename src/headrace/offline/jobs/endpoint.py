@@ -65,16 +65,17 @@ class Endpoint(Protocol):
         """
         ...
 
-    async def run(self, asked: Asked, share: float) -> Answer:
+    async def run(self, asked: Asked, share: float, worker: int = 0) -> Answer:
         """Generate, behind online work; cancelling it aborts.
 
         Args:
             asked: from `prepare`.
             share: see `core.request.Request.share`.
+            worker: number of the engine that does it.
 
         Raises:
             QueueFull: not now.
-            EngineDead: never again.
+            EngineDead: never again on this worker.
         """
         ...
 

@@ -68,10 +68,11 @@ def seconds_of(sample: Sample, device: JobDevice) -> float:
     """How long the whole file takes on a device that nobody else uses."""
     if not sample.prompts:
         return 0.0
-    rates = CostRates.of(device.profile, device.shape, device.step_tokens)
+    target = device.target
+    rates = CostRates.of(target.profile, target.model, target.step_tokens)
     compute = float(np.sum(rates.compute(sample.prompts, sample.outputs)))
     memory = float(np.sum(rates.memory(sample.prompts, sample.outputs)))
-    each = optimum_seconds(compute, memory, device.profile) / len(sample.prompts)
+    each = optimum_seconds(compute, memory, target.profile) / len(sample.prompts)
     return each * sample.lines * sample.requests / EFFICIENCY
 
 

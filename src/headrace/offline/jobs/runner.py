@@ -4,38 +4,30 @@ import asyncio
 import os
 import sqlite3
 import time
-from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-import numpy as np
-
-from headrace.core.errors import EngineDead, HeadraceError, QueueFull
+from headrace.core.errors import EngineDead
 from headrace.core.request import OFFLINE_SHARE
 from headrace.offline.jobs.closing import close_lines
 from headrace.offline.jobs.device import Orders
-from headrace.offline.jobs.endpoint import Answer, Asked, Endpoint
+from headrace.offline.jobs.endpoint import Endpoint
 from headrace.offline.jobs.errors import JobError, WrongFile
 from headrace.offline.jobs.folder import JobFolder
-from headrace.offline.jobs.journal import Columns, Journal, LineRow
-from headrace.offline.jobs.lines import MAX_LINE, check_file, parse_line
+from headrace.offline.jobs.generation import Generation, Lines
+from headrace.offline.jobs.journal import Journal
+from headrace.offline.jobs.lines import MAX_LINE, check_file
 from headrace.offline.jobs.optimum import Optimum
-from headrace.offline.jobs.output import answer_line
 from headrace.offline.jobs.progress import Pace, Progress
-from headrace.offline.jobs.results import FLUSH_BYTES, Result, ResultFiles
+from headrace.offline.jobs.results import Result, ResultFiles
 from headrace.offline.jobs.spec import Ending, JobSpec, JobState
 from headrace.offline.jobs.spool import job_requests
 from headrace.offline.jobs.urgency import share_of
-from headrace.offline.jobs.validate import Validation, signed_digest
-from headrace.offline.planning.admission import Admission
+from headrace.offline.jobs.validate import Validation
 from headrace.offline.planning.requests import JobRequests
 
 FLUSH_SECONDS = 0.5
-RETRY_SECONDS = 0.25
-TICK_SECONDS = 0.1
-MAX_ATTEMPTS = 3
-
 
 #: Makes the results of a job, which lie where its spec says, known.
 Publish = Callable[[JobSpec, JobState], None]
@@ -51,8 +43,8 @@ class JobRunner:
     Args:
         folder: of the job.
         endpoint: what bodies mean, and the engine.
-        orders: makes the job's admission policy from its requests.
-        window: requests in flight at most.
+        orders: makes the policy that hands the job's requests to the endpoint's workers.
+        windows: requests in flight at most, on each worker.
         optimum: makes what says how long the work takes at best.
         limit: bytes a line may have.
         pause: see `Validation`.
@@ -67,7 +59,7 @@ class JobRunner:
         endpoint: Endpoint,
         orders: Orders,
         *,
-        window: int,
+        windows: Sequence[int],
         optimum: Callable[[JobRequests], Optimum | None] = lambda requests: None,
         limit: int = MAX_LINE,
         pause: float = 0.0,
@@ -76,15 +68,14 @@ class JobRunner:
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._folder, self._endpoint, self._orders = folder, endpoint, orders
-        self._window, self._limit, self._pause = window, limit, pause
+        self._windows, self._limit, self._pause = tuple(windows), limit, pause
         self._tell, self._publish, self._clock = tell, publish, clock
         self._make_optimum = optimum
         self._optimum: Optimum | None = None
         self._wake = asyncio.Event()
         self._stopping = False
         self._ending: Ending | None = None
-        self._running: dict[int, asyncio.Task[Result]] = {}
-        self._asked: dict[int, Asked] = {}
+        self._generation: Generation | None = None
         self._pace: Pace | None = None
         self._begun = self._earlier = 0.0
         self.share = OFFLINE_SHARE
@@ -196,76 +187,35 @@ class JobRunner:
     async def _run_pending(self, journal: Journal, files: ResultFiles) -> None:
         columns = await asyncio.to_thread(journal.columns)
         requests = job_requests(self._folder, journal, columns)
-        admission = await asyncio.to_thread(self._orders, requests)
+        fleet = await asyncio.to_thread(self._orders, requests)
         self._optimum = await asyncio.to_thread(self._make_optimum, requests)
         self._pace = Pace(int(columns.prompt.sum()), int(columns.most.sum(dtype="int64")))
         descriptor = os.open(journal.spec.input, os.O_RDONLY | os.O_CLOEXEC)
         self._begun = time.monotonic()
-        keeper = asyncio.create_task(self._keep(journal, files, admission))
+        lines = Lines(journal, columns, descriptor, self._limit)
+        generation = self._generation = Generation(
+            lines, self._endpoint, fleet, self._windows, files, lambda: self.share, self._finished
+        )
+        keeper = asyncio.create_task(self._keep(journal, files, generation))
         try:
-            await self._drive(admission, columns, journal, files, descriptor, keeper)
+            await generation.run(keeper)
         except EngineDead:
             await asyncio.to_thread(files.flush)
             raise
         finally:
             keeper.cancel()
-            for task in self._running.values():
-                task.cancel()
-            await asyncio.gather(keeper, *self._running.values(), return_exceptions=True)
-            self._running.clear()
+            await asyncio.gather(keeper, return_exceptions=True)
+            await generation.cancel()
             os.close(descriptor)
 
-    async def _drive(
-        self,
-        admission: Admission,
-        columns: Columns,
-        journal: Journal,
-        files: ResultFiles,
-        descriptor: int,
-        keeper: "asyncio.Task[None]",
-    ) -> None:
-        """Keep the engine supplied until nothing is left, or the keeper says that it is time to end."""
-        ready: deque[int] = deque()
-        done: asyncio.Queue[int] = asyncio.Queue()
-        waiting: asyncio.Task[int] | None = None
-        while self._ending is None:
-            ready.extend(admission.admit())
-            while ready and len(self._running) < self._window:
-                index = ready.popleft()
-                row = journal.line(int(columns.numbers[index]))
-                task = asyncio.create_task(self._line(row, journal, descriptor, index))
-                task.add_done_callback(lambda _, index=index: done.put_nowait(index))  # type: ignore[misc]
-                self._running[index] = task
-            if not self._running:
-                if admission.remaining:
-                    raise JobError(f"the order {journal.spec.order!r} admits nothing although requests are left")
-                return
-            waiting = waiting or asyncio.create_task(done.get())
-            tick = TICK_SECONDS if admission.follows_progress else None
-            await asyncio.wait({waiting, keeper}, timeout=tick, return_when=asyncio.FIRST_COMPLETED)
-            if keeper.done():
-                waiting.cancel()
-                keeper.result()
-                return
-            if not waiting.done():
-                self._tell_progress(admission)
-                continue
-            ended, waiting = [waiting.result()], None
-            while not done.empty():
-                ended.append(done.get_nowait())
-            for index in ended:
-                result = self._running.pop(index).result()
-                self._asked.pop(index, None)
-                files.add(result)
-                admission.finish(index, result.output_tokens)
-                assert self._pace is not None
-                if self._optimum is not None:
-                    self._optimum.finish(index, result.output_tokens)
-                self._pace.finish(result.prompt_tokens, int(columns.most[index]), result.output_tokens)
-            if files.waiting > FLUSH_BYTES:
-                await asyncio.to_thread(files.flush)
+    def _finished(self, index: int, most: int, result: Result) -> None:
+        """A line has its result."""
+        if self._optimum is not None:
+            self._optimum.finish(index, result.output_tokens)
+        if self._pace is not None:
+            self._pace.finish(result.prompt_tokens, most, result.output_tokens)
 
-    async def _keep(self, journal: Journal, files: ResultFiles, admission: Admission) -> None:
+    async def _keep(self, journal: Journal, files: ResultFiles, generation: Generation) -> None:
         """Commit now and then, and end the job where it is cancelled, expired or stopped; returns when it is."""
         while True:
             with suppress(TimeoutError):
@@ -275,7 +225,7 @@ class JobRunner:
             self._account(journal.state)
             self._look(journal)
             self._hurry(journal)
-            self._tell_progress(admission)
+            generation.tell_progress()
             await asyncio.to_thread(files.flush)
             self._report(journal)
             if self._stopping:
@@ -291,13 +241,6 @@ class JobRunner:
             journal.state.predicted_end = now + rest
         self.share = share_of(rest, None if expires is None else expires - now)
 
-    def _tell_progress(self, admission: Admission) -> None:
-        asked = self._asked
-        admission.progress(
-            np.fromiter(asked, np.int64, len(asked)),
-            np.fromiter((each.produced for each in asked.values()), np.int64, len(asked)),
-        )
-
     def _look(self, journal: Journal) -> None:
         """Whether the job was cancelled from outside, or its time is up."""
         state, expires = journal.state, journal.spec.expires_at
@@ -306,41 +249,6 @@ class JobRunner:
             state.enter("cancelling", self._clock())
         elif self._ending is None and expires is not None and self._clock() >= expires:
             self._ending = "expired"
-
-    async def _line(self, row: LineRow, journal: Journal, descriptor: int, index: int) -> Result:
-        """Generate one line's answer."""
-        job = journal.spec.id
-        data = os.pread(descriptor, row.length, row.start)
-        if signed_digest(data) != row.digest:
-            raise JobError(f"line {row.number} of {journal.spec.input} was changed while the job ran; run it anew")
-        line = parse_line(data, self._endpoint.urls, self._limit)
-        attempt = 0
-        while True:
-            attempt += 1
-            answer = await self._answer(line.url, line.body, index)
-            if answer.status < 500 or attempt >= MAX_ATTEMPTS:
-                break
-        return Result(
-            row.number,
-            answer_line(job, row.number, line.custom_id, answer),
-            answer.status == 200,
-            attempt,
-            answer.prompt_tokens,
-            answer.cached_tokens,
-            answer.output_tokens,
-        )
-
-    async def _answer(self, url: str, body: bytes, index: int) -> Answer:
-        while True:
-            try:
-                asked = self._asked[index] = await self._endpoint.prepare(url, body)
-                return await self._endpoint.run(asked, self.share)
-            except QueueFull:  # online requests fill the engine's queue; ours can wait
-                await asyncio.sleep(RETRY_SECONDS)
-            except EngineDead:
-                raise
-            except HeadraceError as error:
-                return self._endpoint.refusal(error)
 
     def _finish(self, journal: Journal, files: ResultFiles) -> None:
         """Say of every line that has no result why, and close the job."""
@@ -366,13 +274,15 @@ class JobRunner:
                 state.total,
                 state.completed,
                 state.failed,
-                len(self._running),
+                0 if self._generation is None else self._generation.running,
                 state.prompt_tokens,
                 state.cached_tokens,
                 state.output_tokens,
                 round(state.seconds, 3),
                 round((0 if pace is None else pace.tokens) / max(passed, 1e-9), 1),
                 None if rest is None else round(rest, 1),
-                None if self._optimum is None else round(self._optimum.seconds / max(passed, 1e-9), 4),
+                None
+                if self._optimum is None
+                else round(self._optimum.seconds / len(self._windows) / max(passed, 1e-9), 4),
             )
         )

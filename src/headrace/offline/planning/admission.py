@@ -49,6 +49,18 @@ class Admission(Protocol):
         """An admitted request has ended, a failed one too, with this many tokens."""
         ...
 
+    def withdraw(self, requests: NDArray[np.int64]) -> None:
+        """These, not admitted yet, are somebody else's from now on."""
+        ...
+
+    def extend(self, requests: NDArray[np.int64]) -> None:
+        """These, somebody else's so far, are to be admitted too."""
+        ...
+
+    def learn(self, request: int, output_tokens: int) -> None:
+        """Somebody else's request has ended with this many tokens. Optional: estimates get better by it."""
+        ...
+
     @property
     def remaining(self) -> int:
         """Requests not admitted yet."""
@@ -66,6 +78,7 @@ def make_admission(
     *,
     max_seqs: int = 64,
     step_tokens: int = 512,
+    part: NDArray[np.bool_] | None = None,
 ) -> Admission:
     """The policy of an order over the requests of a job.
 
@@ -79,6 +92,7 @@ def make_admission(
         lengths: output lengths where they are known (evaluation); None: they are estimated while the job runs.
         max_seqs: sequences the engine runs at once.
         step_tokens: tokens of one engine step at most.
+        part: which of the requests it is to admit; None: all.
 
     Raises:
         ConfigError: there is no such order.
@@ -89,6 +103,6 @@ def make_admission(
     if order not in ORDERS:
         raise ConfigError(f"--order: {order!r} is not one of {', '.join(ORDERS)}")
     if order == "blend" and len(requests):
-        return BlendAdmission(requests, profile, model, kv_tokens, seed, lengths, max_seqs, step_tokens)
+        return BlendAdmission(requests, profile, model, kv_tokens, seed, lengths, max_seqs, step_tokens, part)
     rates = CostRates.of(profile, model)
-    return FixedAdmission(fixed_order(order, requests, seed, rates, lengths), 2 * max_seqs)
+    return FixedAdmission(fixed_order(order, requests, seed, rates, lengths), 2 * max_seqs, part)

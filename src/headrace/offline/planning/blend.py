@@ -50,6 +50,7 @@ class BlendAdmission:
         lengths: output lengths where known; None: estimated.
         max_seqs: sequences the engine runs at once.
         step_tokens: tokens of one engine step at most.
+        part: which of the requests it is to admit; None: all.
     """
 
     def __init__(
@@ -62,6 +63,7 @@ class BlendAdmission:
         lengths: NDArray[np.int64] | None = None,
         max_seqs: int = 64,
         step_tokens: int = 512,
+        part: NDArray[np.bool_] | None = None,
     ) -> None:
         self._requests = requests
         self._prompts = requests.prompt_lengths.astype(np.float64)
@@ -77,8 +79,9 @@ class BlendAdmission:
         self._estimator = LengthEstimator(requests, self._tree, lengths)
         self._known = lengths is not None
         count = len(requests)
-        self._waiting = np.ones(count, bool)
-        self._remaining = count
+        self._own = np.ones(count, bool) if part is None else part.copy()
+        self._waiting = self._own.copy()
+        self._remaining = int(self._waiting.sum())
         self._output = np.ones(count)  # estimated output tokens
         self._produced = np.zeros(count)
         self._prefixes = HeldPrefixes(self._tree, self._prompts)
@@ -94,7 +97,8 @@ class BlendAdmission:
         self._step_rows: int | None = None
         #: Small subtrees of which the warm-up computes the prefix.
         self._warm = np.zeros(len(self._tree.parent), bool)
-        self._sample = self._estimator.sample(seed).tolist()[::-1]
+        sample = self._estimator.sample(seed)
+        self._sample: list[int] = sample[self._own[sample]].tolist()[::-1]
         tops = self._top[self._sample]
         size = self._tree.last - self._tree.first
         self._warm[tops[(tops >= 0) & (size[tops] < SMALL)]] = True
@@ -141,6 +145,25 @@ class BlendAdmission:
         if self._finished >= self._replan_at or (telling and self._weighs(request)):
             self._estimator.progress(*self._running())
             self._plan()
+
+    def withdraw(self, requests: Ints) -> None:
+        """See `Admission.withdraw`."""
+        self._own[requests] = self._waiting[requests] = False
+        self._remaining -= len(requests)
+        self._waiting_compute -= float(self._compute[requests].sum())
+        self._waiting_memory -= float(self._memory[requests].sum())
+        self._waiting_area -= float(self._area[requests].sum())
+
+    def extend(self, requests: Ints) -> None:
+        """See `Admission.extend`."""
+        self._own[requests] = self._waiting[requests] = True
+        self._remaining += len(requests)
+        self._estimator.progress(*self._running())
+        self._plan()
+
+    def learn(self, request: int, output_tokens: int) -> None:
+        """See `Admission.learn`; it counts when plans are made anew."""
+        self._estimator.observe(request, output_tokens)
 
     def admit(self) -> list[int]:
         """Requests that fit now: samples first, then from the side that is under its share."""
@@ -195,7 +218,7 @@ class BlendAdmission:
         self._waiting_memory = float(memory[self._waiting].sum())
         self._waiting_area = float(area[self._waiting].sum())
         known = self._estimator.known()
-        open_ = self._waiting | (self._produced < self._output)
+        open_ = self._own & (self._waiting | (self._produced < self._output))
         whole = float(memory[open_].sum())
         #: Whether most of what memory is still to be read for is of kinds whose lengths have been seen.
         self._sure = float(memory[open_ & known].sum()) >= _SURE * whole

@@ -63,19 +63,21 @@ class FixedAdmission:
     Args:
         order: request numbers.
         window: requests under way at most.
+        part: which of them it is to admit; None: all.
     """
 
-    def __init__(self, order: Ints, window: int) -> None:
-        self._order: list[int] = order.tolist()
-        self._next = 0
+    def __init__(self, order: Ints, window: int, part: NDArray[np.bool_] | None = None) -> None:
+        self._place = np.empty(len(order), np.int64)
+        self._place[order] = np.arange(len(order))
+        self._waiting: list[int] = (order if part is None else order[part[order]]).tolist()[::-1]  # the next one last
         self._window = max(1, window)
         self._under_way = 0
 
     def admit(self) -> list[int]:
         """The next ones, as many as the window takes."""
-        count = max(0, self._window - self._under_way)
-        taken = self._order[self._next : self._next + count]
-        self._next += len(taken)
+        kept = max(0, len(self._waiting) - max(0, self._window - self._under_way))
+        taken = self._waiting[kept:][::-1]
+        del self._waiting[kept:]
         self._under_way += len(taken)
         return taken
 
@@ -85,6 +87,19 @@ class FixedAdmission:
     def finish(self, request: int, output_tokens: int) -> None:
         """One place is free."""
         self._under_way -= 1
+
+    def withdraw(self, requests: Ints) -> None:
+        """See `Admission.withdraw`."""
+        gone = set(requests.tolist())
+        self._waiting = [request for request in self._waiting if request not in gone]
+
+    def extend(self, requests: Ints) -> None:
+        """They come where the order has them."""
+        waiting = np.concatenate((np.array(self._waiting, np.int64), requests))
+        self._waiting = waiting[np.argsort(-self._place[waiting])].tolist()
+
+    def learn(self, request: int, output_tokens: int) -> None:
+        """Changes nothing."""
 
     @property
     def step_tokens(self) -> int | None:
@@ -99,4 +114,4 @@ class FixedAdmission:
     @property
     def remaining(self) -> int:
         """Requests not admitted yet."""
-        return len(self._order) - self._next
+        return len(self._waiting)
