@@ -52,6 +52,7 @@ class World:
     finished: dict[str, str] = field(default_factory=dict)
     left: list[str] = field(default_factory=list)
     computed: int = 0
+    copied: int = 0
 
     def __post_init__(self) -> None:
         config = SchedulerConfig(
@@ -96,9 +97,15 @@ class World:
         self.scheduler.add(Sequence(request, len(self.requests), self.max_len))
         return request
 
+    def schedule(self, exclude: frozenset[str] = frozenset()) -> StepPlan | None:
+        """The next plan; pages are copied as it counts on."""
+        plan = self.scheduler.schedule(exclude)
+        self._copy(self.scheduler.take_copies())
+        return plan
+
     def submit(self) -> StepPlan | None:
         """Put one more plan in flight if there is something to do. The device computes in order, at once."""
-        plan = self.scheduler.schedule()
+        plan = self.schedule()
         if plan is not None:
             assert plan.tokens <= self.budget
             self.flight.append(plan)
@@ -164,6 +171,16 @@ class World:
                 self.finished[item.seq.id] = item.finish
         self.scheduler.check()
         return progress
+
+    def _copy(self, copies: list[tuple[int, int]]) -> None:
+        """Copy whole pages: beyond what the copy was made for, the target's tokens are somebody else's."""
+        old = dict(self.slots)
+        for source, target in copies:
+            for offset in range(PAGE):
+                self.slots.pop(target * PAGE + offset, None)
+                if source * PAGE + offset in old:
+                    self.slots[target * PAGE + offset] = old[source * PAGE + offset]
+        self.copied += len(copies)
 
     def _compute(self, seq: Sequence, start: int, end: int) -> None:
         salt, tokens = seq.request.cache_salt, tuple(seq.tokens.tolist())

@@ -224,6 +224,18 @@ def test_a_resumed_sequence_goes_on_with_the_same_text(model: Path) -> None:
     assert tokens(drain(other, [*crowd, resumed]))["rest"] == whole[9:]
 
 
+def test_prompts_that_part_within_a_page_share_its_beginning(model: Path) -> None:
+    beginning = list(range(1, 22))  # two pages of 8 and 5 tokens
+    requests = [request(str(i), [*beginning, 50 + i, 60 + i, 70 + i], 12) for i in range(4)]
+    plain, _ = engine(config(model, caching=False))
+    expected = tokens(drain(plain, requests))
+    sharing, _ = engine(config(model))
+    drain(sharing, [request("first", [*beginning, 90, 91, 92, 93], 2)])
+    deltas = drain(sharing, requests)
+    assert tokens(deltas) == expected
+    assert {parts[0].cached_tokens for parts in deltas.values()} == {len(beginning)}
+
+
 def test_cached_tokens_and_computed_tokens_add_up(model: Path) -> None:
     running, _ = engine(config(model))
     items = work(6)

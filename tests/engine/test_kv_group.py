@@ -96,7 +96,7 @@ def test_shrinking_keeps_the_prefix_index_right(backend: AttentionBackend) -> No
     seq.pages = group.allocator.allocate(3)
     keys = hasher.extend(seq, 3)
     for key, page in zip(keys, seq.pages, strict=True):
-        group.index.insert(key, page)
+        group.index.insert(key, page, b"", seq.tokens)
     group.allocator.release(padding)
     fill(group, backend, seq)
     before = content(group, backend, seq)
@@ -153,7 +153,7 @@ def test_cached_pages_are_reused_oldest_leaf_first() -> None:
     keys = hasher.extend(seq, 3)
     pages = allocator.allocate(3)
     for key, page in zip(keys, pages, strict=True):
-        index.insert(key, page)
+        index.insert(key, page, b"", seq.tokens)
     allocator.release(pages)
     assert index.match(keys, 3) == pages
     allocator.allocate(1)
@@ -171,7 +171,7 @@ def test_pages_are_never_lost_or_doubled(moves: list[tuple[str, int]]) -> None:
     for number, (move, n) in enumerate(moves):
         if move == "take" and n <= allocator.available:
             held.append(allocator.allocate(n))
-            index.insert(number.to_bytes(16, "little"), held[-1][0])
+            index.insert(number.to_bytes(16, "little"), held[-1][0], b"", np.arange(4, dtype=np.int32))
         elif move == "share" and held:
             allocator.hold(held[0])
             held.append(list(held[0]))

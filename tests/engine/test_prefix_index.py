@@ -3,10 +3,14 @@
 import subprocess
 import sys
 
+import numpy as np
+
 from headrace.core.request import Request
 from headrace.core.sampling import SamplingParams
 from headrace.engine.prefix_index import PageHasher, PrefixIndex
 from headrace.engine.sequence import Sequence
+
+TOKENS = np.arange(4, dtype=np.int32)
 
 
 def sequence(prompt: list[int], salt: str = "") -> Sequence:
@@ -58,8 +62,8 @@ def test_keys_of_a_growing_sequence_continue() -> None:
 
 def test_the_first_page_of_a_key_stays() -> None:
     index = PrefixIndex()
-    index.insert(b"k", 1)
-    index.insert(b"k", 2)
+    index.insert(b"k", 1, b"", TOKENS)
+    index.insert(b"k", 2, b"", TOKENS)
     assert index.match([b"k"], 1) == [1]
     assert 2 not in index
     index.evict(1)
@@ -74,7 +78,29 @@ def test_only_the_announcer_withdraws() -> None:
     index.announce(other, [b"k"])
     index.withdraw(other)
     assert index.pending_owner(b"k") is owner
-    index.insert(b"k", 3)
+    index.insert(b"k", 3, b"", TOKENS)
     assert index.pending_owner(b"k") is None
     index.withdraw(owner)
     assert index.pending_owner(b"l") is None
+
+
+def page(*tokens: int) -> np.ndarray:
+    return np.array(tokens, np.int32)
+
+
+def test_the_page_that_goes_on_alike_for_longest_is_found() -> None:
+    index = PrefixIndex()
+    index.insert(b"a", 1, b"p", page(5, 6, 7, 8))
+    index.insert(b"b", 2, b"p", page(5, 6, 9, 9))
+    index.insert(b"c", 3, b"q", page(5, 6, 7, 9))
+    assert index.nearest(b"p", page(5, 6, 7, 1)) == (1, 3)
+    assert index.nearest(b"p", page(5, 6, 9)) == (2, 3)
+    assert index.nearest(b"p", page(6, 6, 7, 8)) == (-1, 0)
+    assert index.nearest(b"r", page(5, 6, 7, 8)) == (-1, 0)
+    assert index.nearest(b"p", page()) == (-1, 0)
+    index.move(1, 9)
+    assert index.nearest(b"p", page(5, 6, 7, 8)) == (9, 4)
+    index.evict(9)
+    assert index.nearest(b"p", page(5, 6, 7, 8)) == (2, 2)
+    index.evict(2)
+    assert index.nearest(b"p", page(5, 6, 7, 8)) == (-1, 0)

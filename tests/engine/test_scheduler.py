@@ -42,7 +42,7 @@ def test_a_cached_prompt_still_computes_its_last_tokens(length: int) -> None:
     world.drain()
     assert world.outputs["a"] == world.outputs["b"] == answer(first) == answer(second)
     counters = world.scheduler.counters
-    hits = (length - 1) // PAGE * PAGE
+    hits = length - 1
     assert counters.hit_tokens == hits
     assert counters.prompt_tokens == 2 * length
     assert world.computed == counters.computed_tokens == 2 * (length + 3) - hits
@@ -56,7 +56,20 @@ def test_another_salt_shares_nothing() -> None:
     assert world.scheduler.counters.hit_tokens == 0
     world.add("d", list(range(12)), salt="x")
     world.drain()
-    assert world.scheduler.counters.hit_tokens == 8
+    assert world.scheduler.counters.hit_tokens == 11
+
+
+def test_a_prompt_that_parts_within_a_page_borrows_its_beginning() -> None:
+    world = World()
+    world.add("a", [1, 2, 3, 4, 5, 6, 7, 8])
+    world.drain()
+    other = world.add("b", [1, 2, 3, 4, 5, 6, 9, 9, 9])
+    same_token = world.add("c", [1, 2, 8, 8, 8])
+    world.drain()
+    assert world.outputs["b"] == answer(other)
+    assert world.outputs["c"] == answer(same_token)
+    assert world.copied == 2
+    assert world.scheduler.counters.hit_tokens == 6 + 2
 
 
 def test_a_prefix_under_computation_is_computed_once() -> None:

@@ -14,7 +14,7 @@ def split_world(start: int, **options: int) -> tuple[World, LoadOrder]:
     """One request of 43 tokens, of which 40 are stored and those from `start` on are loaded."""
     here = World(stored=lambda seq: STORED, meet=lambda seq, held, stored: max(start, held), **options)
     here.add("a", list(range(STORED + 3)))
-    assert here.scheduler.schedule() is None
+    assert here.schedule() is None
     (order,) = here.scheduler.take_loads()
     assert (order.start, order.end) == (start, STORED)
     return here, order

@@ -16,11 +16,11 @@ def world(tokens: int = 12, **options: int) -> World:
 def test_a_stored_prefix_is_ordered_and_nothing_planned_before_it_may_be() -> None:
     here = world()
     request = here.add("a", list(range(15)))
-    assert here.scheduler.schedule(frozenset()) is None  # admitted, with its load
+    assert here.schedule(frozenset()) is None  # admitted, with its load
     (order,) = here.scheduler.take_loads()
     assert (order.seq.id, order.start, order.end, order.counts) == ("a", 0, 12, True)
     assert here.scheduler.take_loads() == []
-    assert here.scheduler.schedule(frozenset({"a"})) is None
+    assert here.schedule(frozenset({"a"})) is None
     here.bring(order, 12, {"disk": 5})
     assert here.scheduler.counters.hits_by_source == {"disk": 12}
     here.drain()
@@ -31,14 +31,14 @@ def test_a_stored_prefix_is_ordered_and_nothing_planned_before_it_may_be() -> No
 def test_it_may_be_planned_while_it_loads() -> None:
     here = world()
     here.add("a", list(range(15)))
-    assert here.scheduler.schedule() is None
+    assert here.schedule() is None
     (order,) = here.scheduler.take_loads()
-    plan = here.scheduler.schedule()
+    plan = here.schedule()
     assert plan is not None
     assert [(chunk.start, chunk.length) for chunk in plan.chunks] == [(12, 3)]
     here.scheduler.abandon(plan.id)
     here.bring(order, 8, {"disk": 1})  # it fell short
-    again = here.scheduler.schedule()
+    again = here.schedule()
     assert again is not None
     assert [(chunk.start, chunk.length) for chunk in again.chunks] == [(8, 7)]
     assert here.scheduler.get("a").cached_tokens == 8
@@ -48,7 +48,7 @@ def test_others_wait_for_a_prefix_that_loads() -> None:
     here = world()
     here.add("a", list(range(15)))
     here.add("b", [*range(12), 40, 41])
-    here.scheduler.schedule()
+    here.schedule()
     (order,) = here.scheduler.take_loads()
     assert here.scheduler.waiting == 1
     here.bring(order, 12, {"disk": 1})
@@ -63,7 +63,7 @@ def test_a_full_plan_admits_what_loads_and_nothing_behind_a_cold_one() -> None:
     here.add("warm", list(range(15)))
     here.add("cold", [2] * 9)
     here.add("late", [*range(20, 35)])
-    plan = here.scheduler.schedule()
+    plan = here.schedule()
     assert plan is not None
     assert [chunk.seq for chunk in plan.chunks] == ["long"]
     assert [order.seq.id for order in here.scheduler.take_loads()] == ["warm"]
@@ -72,14 +72,14 @@ def test_a_full_plan_admits_what_loads_and_nothing_behind_a_cold_one() -> None:
 def test_what_loads_is_neither_preempted_nor_ended() -> None:
     here = world(pages=12, seqs=3)
     here.add("off", list(range(30, 45)), online=False)
-    here.scheduler.schedule()
+    here.schedule()
     (order,) = here.scheduler.take_loads()
     here.add("on", [7] * 30)  # has no room while the other loads
-    assert here.scheduler.schedule(frozenset({"off"})) is None
+    assert here.schedule(frozenset({"off"})) is None
     with pytest.raises(AssertionError, match="still writes"):
         here.scheduler.abort("off")
     here.bring(order, 12, {"disk": 1})
-    plan = here.scheduler.schedule()
+    plan = here.schedule()
     assert plan is not None or here.scheduler.take_loads()
     assert here.scheduler.counters.preemptions == 1
 
@@ -111,7 +111,7 @@ def test_random_loads_ends_and_aborts_never_read_wrong_kv(data: st.DataObject) -
         if here.scheduler.idle:
             break
         loading = frozenset(order.seq.id for order in open_orders)
-        plan = here.scheduler.schedule(loading)
+        plan = here.schedule(loading)
         open_orders += here.scheduler.take_loads()
         if plan is not None:
             here.flight.append(plan)

@@ -10,14 +10,12 @@ import os
 import signal
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from headrace.core.errors import EngineDead, InvalidRequest, QueueFull
-from headrace.offline.jobs import runner as job_runner
-from headrace.offline.jobs import validate
+from headrace.offline.jobs import generation, validate
 from headrace.offline.jobs.endpoint import Answer, Asked
 from headrace.offline.jobs.folder import JobFolder, create_job
 from headrace.offline.jobs.journal import Journal
@@ -25,19 +23,27 @@ from headrace.offline.jobs.lines import CHAT, URLS
 from headrace.offline.jobs.runner import JobRunner
 from headrace.offline.jobs.spec import JobSpec, new_job_id
 from headrace.offline.jobs.spool import SpoolWriter
-from headrace.offline.planning.admission import Admission
-from headrace.offline.planning.fixed import FixedAdmission
-from headrace.offline.planning.requests import JobRequests
+from headrace.offline.planning.fleet import Fleet
+from headrace.offline.planning.target import Target
+from headrace.perf.model_shape import ModelShape
+from headrace.perf.presets import estimate
+
+PROFILE = estimate("cpu", "test", 2, 2, "float32")
+SHAPE = ModelShape(
+    layers=2, hidden=64, intermediate=96, linear_params=100_000, head_params=20_000, query_width=64, kv_width=32
+)
 
 
 class Echo:
-    """See above. `dies_after` answers the engine is gone; `full` times it has no room; `faults` answers are 500s."""
+    """See above. `dies_after` answers the engine is gone, or the worker `mortal` alone; `full` times it has no room;
+    `faults` answers are 500s."""
 
     urls = URLS
     fingerprint = "e" * 64
 
-    def __init__(self, dies_after: int = -1, full: int = 0, faults: int = 0) -> None:
-        self.dies_after, self.full, self.faults = dies_after, full, faults
+    def __init__(self, dies_after: int = -1, full: int = 0, faults: int = 0, mortal: int | None = None) -> None:
+        self.dies_after, self.full, self.faults, self.mortal = dies_after, full, faults, mortal
+        self.by_worker: Counter[int] = Counter()
         self.answered: list[str] = []
         self.running = self.most = 0
         self.shares: list[float] = []
@@ -55,18 +61,18 @@ class Echo:
             raise InvalidRequest("`text` is missing", "text")
         return Asked([[ord(letter) for letter in text]], len(text), url.encode(), text)
 
-    async def run(self, asked: Asked, share: float) -> Answer:
+    async def run(self, asked: Asked, share: float, worker: int = 0) -> Answer:
         self.shares.append(share)
         if self.full:
             self.full -= 1
             raise QueueFull("no room")
-        if len(self.answered) == self.dies_after:
-            raise EngineDead("the echo died away")
+        self._check_alive(worker)
         self.running += 1
         self.most = max(self.most, self.running)
         try:
             for i in range(len(asked.handle)):
                 await asyncio.sleep(0)
+                self._check_alive(worker)
                 asked.produced = i + 1
         finally:
             self.running -= 1
@@ -74,10 +80,19 @@ class Echo:
             self.faults -= 1
             return Answer(500, "r", b'{"error":{"message":"it broke"}}')
         self.answered.append(asked.handle)
+        self.by_worker[worker] += 1
         if len(self.answered) >= self._awaited:
             self._reached.set()
         size = len(asked.handle)
         return Answer(200, "r", json.dumps({"echo": asked.handle}).encode(), size, 0, size)
+
+    def _check_alive(self, worker: int) -> None:
+        if self.mortal is None:
+            gone = len(self.answered) == self.dies_after
+        else:
+            gone = worker == self.mortal and self.by_worker[worker] >= self.dies_after
+        if gone:
+            raise EngineDead("the echo died away")
 
     def refusal(self, error: BaseException) -> Answer:
         return Answer(400, "r", json.dumps({"error": {"message": str(error)}}).encode())
@@ -103,12 +118,13 @@ def new_job(home: Path, lines: list[Any], **spec: Any) -> JobFolder:
     )  # fmt: skip
 
 
-def in_order(requests: JobRequests, window: int = 64) -> Admission:
-    return FixedAdmission(np.arange(len(requests)), window)
-
-
-def runner(folder: JobFolder, endpoint: Any, window: int = 64, **options: Any) -> JobRunner:
-    return JobRunner(folder, endpoint, lambda requests: in_order(requests, window), window=window, **options)
+def runner(
+    folder: JobFolder, endpoint: Any, window: int = 64, workers: int = 1, order: str = "fcfs", **options: Any
+) -> JobRunner:
+    targets = [Target(PROFILE, SHAPE, kv_tokens=100_000, max_seqs=window)] * workers
+    return JobRunner(
+        folder, endpoint, lambda requests: Fleet(order, requests, targets), windows=[window] * workers, **options
+    )
 
 
 def results(home: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
@@ -163,6 +179,6 @@ def die_at(point: str, count: int) -> None:
 
 if __name__ == "__main__":
     # Many small commits, so that there are as many moments to die at.
-    validate.WINDOW_LINES, job_runner.FLUSH_BYTES = 64, 10_000
+    validate.WINDOW_LINES, generation.FLUSH_BYTES = 64, 10_000
     die_at(sys.argv[2], int(sys.argv[3]))
     asyncio.run(runner(JobFolder(Path(sys.argv[1])), Echo(), 16).run())

@@ -4,7 +4,7 @@ import asyncio
 from pathlib import Path
 
 import pytest
-from echo_endpoint import Echo, line, write_input
+from echo_endpoint import PROFILE, SHAPE, Echo, line, write_input
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -16,15 +16,10 @@ from headrace.offline.jobs.predict import EFFICIENCY, USUAL_OUTPUT, sample, seco
 from headrace.offline.jobs.progress import Pace
 from headrace.offline.jobs.urgency import MOST_SHARE, share_of
 from headrace.offline.planning.requests import JobRequests
+from headrace.offline.planning.target import Target
 from headrace.perf.density import CostRates
-from headrace.perf.model_shape import ModelShape
-from headrace.perf.presets import estimate
 
-PROFILE = estimate("cpu", "test", 2, 2, "float32")
-SHAPE = ModelShape(
-    layers=2, hidden=64, intermediate=96, linear_params=100_000, head_params=20_000, query_width=64, kv_width=32
-)
-DEVICE = JobDevice(PROFILE, SHAPE, kv_tokens=8000, max_seqs=16, step_tokens=512, window=64)
+DEVICE = JobDevice(Target(PROFILE, SHAPE, kv_tokens=8000, max_seqs=16), window=64)
 
 
 def test_a_job_in_no_hurry_takes_the_usual_share_and_a_late_one_the_most() -> None:

@@ -17,8 +17,9 @@ from headrace.core.errors import EngineDead
 from headrace.offline.jobs.cancel import cancel_job
 from headrace.offline.jobs.errors import JobBusy, JobError
 from headrace.offline.jobs.folder import JOURNAL, JobFolder, list_jobs, open_job
+from headrace.offline.jobs.generation import MAX_ATTEMPTS
 from headrace.offline.jobs.journal import Journal
-from headrace.offline.jobs.runner import MAX_ATTEMPTS, Stopped
+from headrace.offline.jobs.runner import Stopped
 
 
 def some_lines(count: int, seed: int = 0) -> list[dict[str, Any]]:
@@ -51,6 +52,36 @@ def test_every_line_is_answered_once(tmp_path: Path) -> None:
     assert not (tmp_path / "errors.jsonl").exists()
     assert [each.status for each in seen][-1] == "completed"
     assert [each.id for each in list_jobs(tmp_path / "jobs")] == [folder.id]
+
+
+@pytest.mark.parametrize("order", ["fcfs", "dfs", "blend"])
+def test_several_workers_share_a_job(tmp_path: Path, order: str) -> None:
+    lines = some_lines(600)
+    echo = Echo()
+    state = asyncio.run(runner(new_job(tmp_path, lines), echo, 16, workers=3, order=order).run())
+    check(tmp_path, lines)
+    assert state.completed == 600
+    assert set(echo.by_worker) == {0, 1, 2}
+
+
+@pytest.mark.parametrize("order", ["fcfs", "blend"])
+@pytest.mark.parametrize("dies_after", [0, 40])
+def test_what_a_lost_worker_had_is_done_by_the_others(tmp_path: Path, order: str, dies_after: int) -> None:
+    lines = some_lines(400)
+    echo = Echo(dies_after=dies_after, mortal=1)
+    state = asyncio.run(runner(new_job(tmp_path, lines), echo, 16, workers=3, order=order).run())
+    check(tmp_path, lines)
+    assert state.completed == 400
+    assert echo.by_worker[1] == dies_after
+
+
+def test_without_any_worker_left_the_job_waits_for_another_attempt(tmp_path: Path) -> None:
+    lines = some_lines(100)
+    folder = new_job(tmp_path, lines)
+    with pytest.raises(EngineDead):
+        asyncio.run(runner(folder, Echo(dies_after=30), 16, workers=2).run())
+    asyncio.run(runner(folder, Echo(), 16, workers=2).run())
+    check(tmp_path, lines)
 
 
 def test_a_final_job_is_not_run_again(tmp_path: Path) -> None:

@@ -43,6 +43,9 @@ def run(
     order: Annotated[
         str, typer.Option(metavar="ORDER", help="in which requests run: blend, dfs, balance, random, fcfs")
     ] = "blend",
+    dp: Annotated[
+        int, typer.Option(min=1, metavar="N", help="engines that share the job, each on its part of the machine")
+    ] = 1,
     json: Json = False,
 ) -> None:
     """Answer every request of a file, also across crashes: what is done is kept, the rest is resumed."""
@@ -68,11 +71,12 @@ def run(
         errors=str(errors.absolute()),
         order=order,
         config=msgspec.to_builtins(config),
+        workers=dp,
     )
     folder = create_job(spec)
     begun = folder.state()
     try:
-        _run(folder, config, json)
+        _run(folder, config, dp, json)
     except JobError:
         raise
     except HeadraceError:  # e.g. no such model: so that the same command, put right, finds its paths free
@@ -95,7 +99,7 @@ def resume(job: JobId, json: Json = False) -> None:
         raise JobError(f"job {folder.id} belongs to a server; it goes on when `headrace serve` runs with its model")
     if state.final:
         raise JobError(f"job {folder.id} is {state.status}; there is nothing to resume")
-    _run(folder, msgspec.convert(spec.config, EngineConfig), json)
+    _run(folder, msgspec.convert(spec.config, EngineConfig), spec.workers, json)
 
 
 @batch.command()
@@ -167,12 +171,12 @@ def _made_by(path: Path) -> str:
     return f"it is the {what} of job {spec.id}, `headrace batch resume {spec.id}` goes on; or "
 
 
-def _run(folder: "JobFolder", config: EngineConfig, json: bool) -> None:
+def _run(folder: "JobFolder", config: EngineConfig, workers: int, json: bool) -> None:
     import asyncio
 
     from headrace.cli.batch_run import run_job
 
-    state, progress = asyncio.run(run_job(folder, config))
+    state, progress = asyncio.run(run_job(folder, config, workers))
     if state is None:
         print(f"interrupted; `headrace batch resume {folder.id}` goes on", flush=True)
         raise typer.Exit(INTERRUPTED)

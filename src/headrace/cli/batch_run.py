@@ -10,8 +10,8 @@ from headrace.api.app import make_state
 from headrace.api.batch_endpoint import BatchEndpoint
 from headrace.api.startup import StartProgress
 from headrace.core.config import EngineConfig, ServerConfig, check
-from headrace.front.launch import launch_generator
-from headrace.offline.jobs.device import device_of
+from headrace.front.launch import launch_workers
+from headrace.offline.jobs.device import device_of, fleet_of
 from headrace.offline.jobs.folder import JobFolder
 from headrace.offline.jobs.progress import Progress
 from headrace.offline.jobs.runner import JobRunner, Stopped
@@ -20,8 +20,8 @@ from headrace.offline.jobs.spec import JobState
 PLAIN_EVERY_S = 10.0
 
 
-async def run_job(folder: JobFolder, config: EngineConfig) -> tuple[JobState | None, Progress | None]:
-    """Start an engine and run the job to its end; its last state, or None where it was interrupted.
+async def run_job(folder: JobFolder, config: EngineConfig, workers: int = 1) -> tuple[JobState | None, Progress | None]:
+    """Start so many engines and run the job to its end; its last state, or None where it was interrupted.
 
     Raises:
         HeadraceError: the engine cannot start or has ended, or the job cannot go on.
@@ -36,21 +36,21 @@ async def run_job(folder: JobFolder, config: EngineConfig) -> tuple[JobState | N
         loop.add_signal_handler(number, interrupt.set)
     starting = StartProgress(config.model.model)
     with starting:
-        launching = asyncio.create_task(launch_generator(config, progress=starting))
+        launching = asyncio.create_task(launch_workers(config, workers, starting))
         if not await _first(launching, interrupt):
             return None, None
-        generator = launching.result()
+        started = launching.result()
     starting.ready()
     try:
-        endpoint = BatchEndpoint(make_state(generator, ServerConfig(), config))
-        device = device_of(generator.client.info, config)
+        endpoint = BatchEndpoint(*(make_state(each.generator, ServerConfig(), each.config) for each in started))
+        devices = [device_of(each.generator.client.info, each.config) for each in started]
         with JobProgress(folder.id) as shown:
             runner = JobRunner(
                 folder,
                 endpoint,
-                device.orders(order),
-                window=device.window,
-                optimum=device.optimum,
+                fleet_of(order, devices),
+                windows=[device.window for device in devices],
+                optimum=devices[0].optimum,
                 tell=shown,
             )
             for number in (signal.SIGINT, signal.SIGTERM):
@@ -62,7 +62,7 @@ async def run_job(folder: JobFolder, config: EngineConfig) -> tuple[JobState | N
             except Stopped:
                 return None, shown.last
     finally:
-        await generator.client.close()
+        await asyncio.gather(*(each.generator.client.close() for each in started))
 
 
 async def _first(task: "asyncio.Task[Any]", interrupt: asyncio.Event) -> bool:

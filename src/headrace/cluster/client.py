@@ -90,12 +90,14 @@ class WorkerClient:
         socket: a ROUTER that the worker's DEALER connects to.
         identity: the worker's.
         config: of its engine.
+        sharers: workers that share the host's free memory, this one counted.
     """
 
-    def __init__(self, socket: zmq.asyncio.Socket, identity: bytes, config: EngineConfig) -> None:
+    def __init__(self, socket: zmq.asyncio.Socket, identity: bytes, config: EngineConfig, sharers: int = 1) -> None:
         self._socket = socket
         self._identity = identity
         self._config = config
+        self._sharers = sharers
         self._streams: dict[str, Stream] = {}
         self._stats = EngineStats()
         self._info: EngineInfo | None = None
@@ -202,7 +204,7 @@ class WorkerClient:
                         if stream is not None:
                             stream.put(delta)
                 case Hello():
-                    self._send(Start(self._config))
+                    self._send(Start(self._config, self._sharers))
                 case Loading(phase, done):
                     if progress is not None:
                         progress(phase, done)

@@ -11,6 +11,7 @@ import zmq
 import zmq.asyncio
 
 from headrace.cluster.client import Progress, WorkerClient
+from headrace.cluster.places import ANYWHERE, Place
 from headrace.core.config import EngineConfig
 from headrace.core.errors import EngineDead
 from headrace.engine.environment import worker_environment
@@ -26,9 +27,10 @@ class LocalEngine(WorkerClient):
     _folder: Path
     _watcher: "asyncio.Task[None]"
 
-    async def spawn(self, address: str, folder: Path) -> None:
+    async def spawn(self, address: str, folder: Path, place: Place) -> None:
         """Start the worker process and watch it."""
         self._folder = folder
+        cpus = [",".join(map(str, place.cpus))] if place.cpus else []
         self._process = await asyncio.create_subprocess_exec(
             sys.executable,
             "-m",
@@ -36,7 +38,8 @@ class LocalEngine(WorkerClient):
             address,
             self._identity.decode(),
             str(os.getpid()),
-            env=worker_environment(self._config.model.threads),
+            *cpus,
+            env=worker_environment(self._config.model.threads or len(place.cpus), place.device),
             stdin=asyncio.subprocess.DEVNULL,
         )
         self._watcher = asyncio.create_task(self._watch())
@@ -64,10 +67,18 @@ class LocalEngine(WorkerClient):
         self.lost(EngineDead(f"the engine process ended with {cause}"))
 
 
-async def launch(config: EngineConfig, progress: Progress | None = None) -> LocalEngine:
+async def launch(
+    config: EngineConfig, progress: Progress | None = None, place: Place = ANYWHERE, sharers: int = 1
+) -> LocalEngine:
     """Start an engine process and wait until it is ready.
 
     The socket is a Unix one in a folder that only this user can enter.
+
+    Args:
+        config: of the engine.
+        progress: told how far loading is.
+        place: cores and accelerator.
+        sharers: engines that are about to be started on this host, this one counted; they share its free memory.
 
     Raises:
         HeadraceError: the engine cannot start, with its reason.
@@ -77,9 +88,9 @@ async def launch(config: EngineConfig, progress: Progress | None = None) -> Loca
     socket = zmq.asyncio.Context.instance().socket(zmq.ROUTER)
     socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
     socket.bind(address)
-    client = LocalEngine(socket, IDENTITY, config)
+    client = LocalEngine(socket, IDENTITY, config, sharers)
     try:
-        await client.spawn(address, folder)
+        await client.spawn(address, folder, place)
         await client.start(progress)
     except BaseException:
         await client.close()

@@ -10,9 +10,10 @@ PROTOCOL = 1
 
 
 class Start(msgspec.Struct, frozen=True, tag="start"):
-    """Front to worker, first: load this."""
+    """Front to worker, first: load this; so many workers, this one too, share the host's free memory."""
 
     config: EngineConfig
+    sharers: int = 1
 
 
 class Submit(msgspec.Struct, frozen=True, tag="submit"):

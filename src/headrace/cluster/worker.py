@@ -133,7 +133,7 @@ def serve(address: str, identity: bytes) -> int:
             return 0
         from headrace.engine.build import build
 
-        parts = build(start.config, lambda phase, done: link.send(Loading(phase, done)))
+        parts = build(start.config, lambda phase, done: link.send(Loading(phase, done)), sharers=start.sharers)
         engine = Engine(start.config, parts)
         link.send(Ready(parts.info))
         try:
@@ -160,8 +160,10 @@ def _die_with_parent() -> None:
 
 
 def main() -> None:
-    """`python -m headrace.cluster.worker ADDRESS IDENTITY PARENT_PID`."""
-    address, identity, parent = sys.argv[1:]
+    """`python -m headrace.cluster.worker ADDRESS IDENTITY PARENT_PID [CPUS]`."""
+    address, identity, parent, *cpus = sys.argv[1:]
+    if cpus:
+        os.sched_setaffinity(0, {int(cpu) for cpu in cpus[0].split(",")})
     _die_with_parent()
     if os.getppid() != int(parent):
         sys.exit(0)

@@ -66,6 +66,7 @@ def build(
     progress: Progress | None = None,
     open_the_store: OpenStore = open_store,
     clock: Callable[[], float] = time.monotonic,
+    sharers: int = 1,
 ) -> EngineParts:
     """Load the model and make the parts.
 
@@ -74,6 +75,7 @@ def build(
         progress: told how far loading is.
         open_the_store: opens what `config.store` says.
         clock: seconds that never run backwards; how long a sequence waits for another engine goes by it.
+        sharers: engines that are about to load on this host, this one counted: each takes its part of the free memory.
 
     Raises:
         ModelError: the model cannot be found, read or run.
@@ -90,7 +92,7 @@ def build(
     path = hub.resolve(model.model, model.revision, lambda report: tell(report.phase, fraction(report)))
     tokenizer = hub.resolve_tokenizer(model.tokenizer, model.revision) if model.tokenizer else path
     need = estimate(path, model.dtype)
-    available = free_memory(device)
+    available = free_memory(device, sharers)
     tell(f"load {need.weight_bytes / 2**20:,.0f} MiB of weights ({available / 2**20:,.0f} MiB of memory free)", 0.0)
     needed = need.peak_bytes if device == "cpu" else need.weight_bytes
     if needed > available:
@@ -113,7 +115,7 @@ def build(
     kv_shape = KVShape.stored_by(
         backend, range(shape.num_layers), range(shape.kv_heads), shape.head_dim, cache.page_size, kv_dtype
     )
-    pages, max_model_len = _size(config, kv_shape, shape, device)
+    pages, max_model_len = _size(config, kv_shape, shape, device, sharers)
     group = KVGroup(kv_shape, pages, backend, device)
     group.commit(min(max_model_len * kv_shape.token_bytes, READY_BYTES))
     sampler = Sampler(shape.vocab_size, shape.eos_ids, str(tokenizer), threads)
@@ -200,10 +202,13 @@ def store_layout(config: StoreConfig, shape: ModelShape, kv: KVShape) -> KVLayou
     )
 
 
-def free_memory(device: str) -> int:
-    """Bytes free on the device; on a host that lacks the device asked for, of the host (`load` refuses that)."""
+def free_memory(device: str, sharers: int = 1) -> int:
+    """Bytes free on the device; on a host that lacks the device asked for, of the host (`load` refuses that).
+
+    Of the host's memory each of the engines that are about to load there gets its part; a device has one engine.
+    """
     if device == "cpu" or not torch.cuda.is_available():
-        return int(psutil.virtual_memory().available)
+        return int(psutil.virtual_memory().available) // sharers
     torch.cuda.empty_cache()  # what loading has used and given back counts as free
     return int(torch.cuda.mem_get_info()[0])
 
@@ -244,10 +249,10 @@ def cost_shape(shape: ModelShape, kv: KVShape) -> CostShape:
     )
 
 
-def _size(config: EngineConfig, kv: KVShape, shape: ModelShape, device: str) -> tuple[int, int]:
+def _size(config: EngineConfig, kv: KVShape, shape: ModelShape, device: str, sharers: int) -> tuple[int, int]:
     """Pages of the pool, and the longest sequence it takes."""
     asked = config.cache.kv_memory
-    free = free_memory(device)
+    free = free_memory(device, sharers)
     nbytes = asked or default_kv_bytes(
         device, free, config.scheduler.max_num_seqs * shape.max_position * kv.token_bytes
     )

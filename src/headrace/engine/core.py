@@ -100,7 +100,7 @@ class Engine:
         if flow is not None:
             self._arrive(flow.settle())
         while len(self._runner) < depth:
-            plan = self._scheduler.schedule() if flow is None else self._schedule(flow)
+            plan = self._plan() if flow is None else self._schedule(flow)
             if plan is None:
                 break
             sequences = [self._scheduler.get(chunk.seq) for chunk in plan.chunks]
@@ -123,20 +123,28 @@ class Engine:
         deltas += [self._delta(item, output) for item in progress]
         return deltas
 
+    def _plan(self, exclude: frozenset[str] = frozenset()) -> StepPlan | None:
+        """The next plan, with the KV in place that its admissions count on."""
+        plan = self._scheduler.schedule(exclude)
+        copies = self._scheduler.take_copies()
+        if copies:
+            self._parts.group.copy(copies)
+        return plan
+
     def _schedule(self, flow: StoreFlow) -> StepPlan | None:
         """The next plan; loads that admissions ask for are begun."""
         flow.hand_over()
         for seq, stored, fence in flow.look():
             self._scheduler.advance(seq, stored, fence)
-        plan = self._scheduler.schedule(flow.absent(SOON * self._step_seconds))
+        plan = self._plan(flow.absent(SOON * self._step_seconds))
         flow.start(self._scheduler.take_loads())
         if not self._config.store.load_overlap:
             self._end_loads(flow)
-            plan = plan or self._scheduler.schedule()
+            plan = plan or self._plan()
             flow.start(self._scheduler.take_loads())
             self._end_loads(flow)
         if plan is None and flow.loading and not len(self._runner):
-            plan = self._scheduler.schedule(flow.not_begun())
+            plan = self._plan(flow.not_begun())
             flow.start(self._scheduler.take_loads())
         return plan
 

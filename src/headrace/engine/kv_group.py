@@ -164,14 +164,18 @@ class KVGroup:
             return
         moves = self.allocator.shrink(pages)
         if moves:
-            sources, targets = np.array(moves, np.int64).T
-            for k, v in self._views.values():
-                self._backend.copy_pages(k, v, sources, targets)
+            self.copy(moves)
             target_of = dict(moves)
             for seq in sequences:
                 seq.pages[:] = [target_of.get(page, page) for page in seq.pages]
         self._k.release_pages(pages, old)
         self._v.release_pages(pages, old)
+
+    def copy(self, moves: Iterable[tuple[int, int]]) -> None:
+        """Copy pages `(source, target)` on all planes; targets are distinct, all sources are read first."""
+        sources, targets = np.array(list(moves), np.int64).T
+        for k, v in self._views.values():
+            self._backend.copy_pages(k, v, sources, targets)
 
     def release_layers(self, layers: range) -> None:
         """Give the planes of some layers back: they moved to another worker."""

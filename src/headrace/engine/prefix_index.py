@@ -1,6 +1,7 @@
 """Which pages hold which prefixes: a hash chain over token ids."""
 
 from hashlib import blake2b
+from itertools import islice
 
 import numpy as np
 from numpy.typing import NDArray
@@ -8,6 +9,8 @@ from numpy.typing import NDArray
 from headrace.engine.sequence import Sequence
 
 KEY_BYTES = 16
+#: Pages that are compared with what goes on from a prefix: the newest ones that begin with the same token.
+CANDIDATES = 8
 
 
 class PageHasher:
@@ -28,6 +31,10 @@ class PageHasher:
         digest.update(self._fingerprint)
         digest.update(salt.encode("utf-8", "surrogatepass"))
         return digest.digest()
+
+    def before(self, seq: Sequence, page: int) -> bytes:
+        """The key of what comes before a page of a sequence whose keys are known so far."""
+        return seq.hashes[page - 1] if page else self.root(seq.request.cache_salt)
 
     def extend(self, seq: Sequence, pages: int) -> list[bytes]:
         """Make sure the first `pages` keys of a sequence are known, and return its list of keys."""
@@ -53,6 +60,9 @@ class PrefixIndex:
         self._page_of: dict[bytes, int] = {}
         self._key_of: dict[int, bytes] = {}
         self._pending: dict[bytes, Sequence] = {}
+        # What goes on from a prefix: by the key of the prefix and the first token, the tokens of pages, newest last.
+        self._next: dict[tuple[bytes, int], dict[int, NDArray[np.int32]]] = {}
+        self._place: dict[int, tuple[bytes, int]] = {}
 
     def __len__(self) -> int:
         return len(self._page_of)
@@ -85,18 +95,45 @@ class PrefixIndex:
             if self._pending.get(key) is seq:
                 del self._pending[key]
 
-    def insert(self, key: bytes, page: int) -> None:
-        """A page is complete. The first page with a key stays; a later equal one remains private to its sequence."""
+    def insert(self, key: bytes, page: int, before: bytes, tokens: NDArray[np.int32]) -> None:
+        """A page is complete. The first page with a key stays; a later equal one remains private to its sequence.
+
+        Args:
+            key: of the prefix that ends with the page.
+            page: its number.
+            before: key of the prefix before it.
+            tokens: of the page; copied.
+        """
         self._pending.pop(key, None)
         if key not in self._page_of:
             self._page_of[key] = page
             self._key_of[page] = key
+            place = before, int(tokens[0])
+            self._next.setdefault(place, {})[page] = tokens.copy()
+            self._place[page] = place
+
+    def nearest(self, before: bytes, tokens: NDArray[np.int32]) -> tuple[int, int]:
+        """A page that goes on from a prefix as `tokens` do, and for how many of them; (-1, 0) where there is none.
+
+        Args:
+            before: key of the prefix.
+            tokens: what comes after it, no more than a page.
+        """
+        best, most = -1, 0
+        known = self._next.get((before, int(tokens[0]))) if len(tokens) else None
+        for page, others in islice(reversed(known.items()), CANDIDATES) if known is not None else ():
+            differs = tokens != others[: len(tokens)]
+            common = int(differs.argmax()) if differs.any() else len(tokens)
+            if common > most:
+                best, most = page, common
+        return best, most
 
     def evict(self, page: int) -> None:
         """A page's content is about to go."""
         key = self._key_of.pop(page, None)
         if key is not None:
             del self._page_of[key]
+            self._leave(page)
 
     def move(self, source: int, target: int) -> None:
         """A page's content now lies in another page."""
@@ -104,3 +141,15 @@ class PrefixIndex:
         if key is not None:
             self._key_of[target] = key
             self._page_of[key] = target
+            place = self._place[source]
+            tokens = self._leave(source)
+            self._next.setdefault(place, {})[target] = tokens
+            self._place[target] = place
+
+    def _leave(self, page: int) -> NDArray[np.int32]:
+        place = self._place.pop(page)
+        known = self._next[place]
+        tokens = known.pop(page)
+        if not known:
+            del self._next[place]
+        return tokens

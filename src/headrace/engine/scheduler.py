@@ -163,6 +163,10 @@ class Scheduler:
         orders, self._orders = self._orders, []
         return orders
 
+    def take_copies(self) -> list[tuple[int, int]]:
+        """Page copies `(source, target)` that admissions since the last call count on; see `SequencePages`."""
+        return self._pages.take_copies()
+
     def loaded(self, order: LoadOrder, tokens: int, sources: Mapping[str, int]) -> None:
         """A load has ended; nothing writes to the sequence's pages on its behalf any more.
 
@@ -382,6 +386,8 @@ class Scheduler:
         self._running.append(seq)
         if self._claim is not None:
             seq.fence = self._claim(seq, max(held, stored))
+        if stored <= held and seq.fence is None:
+            held += self._pages.borrow(seq)
         if seq.cached_tokens < 0:
             seq.cached_tokens = 0
             self.counters.prompt_tokens += seq.prompt_length

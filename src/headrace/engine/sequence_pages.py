@@ -51,6 +51,7 @@ class SequencePages:
         self._page_size = page_size
         self._caching = caching
         self._lent: list[Seq[int]] = []
+        self._copies: dict[int, int] = {}
 
     @property
     def page_size(self) -> int:
@@ -93,6 +94,32 @@ class SequencePages:
         seq.indexed = len(match.pages)
         self._index.announce(seq, match.missing)
 
+    def borrow(self, seq: Sequence) -> int:
+        """Let a sequence that was just given its pages begin in the middle of one: its tokens go on for a while as
+        those of a complete page do. That page's KV has to be copied (`take_copies`) before anything is computed.
+
+        Returns:
+            Tokens that need no computation by that.
+        """
+        if not self._caching or seq.request.params.prompt_logprobs is not None:
+            return 0
+        page = seq.computed // self._page_size
+        rest = seq.tokens[seq.computed : min(seq.computed + self._page_size, seq.length - 1)]
+        source, count = self._index.nearest(self._hasher.before(seq, page), rest)
+        if count:
+            self._copies[seq.pages[page]] = source
+            seq.computed = seq.scheduled = seq.computed + count
+        return count
+
+    def take_copies(self) -> list[tuple[int, int]]:
+        """Page copies `(source, target)` that `borrow` promised since the last call.
+
+        They are to be carried out at once, all sources being read before any target is written: what happens to the
+        pool afterwards may give the sources to others.
+        """
+        copies, self._copies = self._copies, {}
+        return [(source, target) for target, source in copies.items()]
+
     def lacks(self, seq: Sequence, tokens: int) -> int:
         """Pages a sequence needs in addition for so many tokens."""
         return max(0, self._pages_for(tokens) - len(seq.pages))
@@ -112,7 +139,8 @@ class SequencePages:
         complete = seq.computed // self._page_size
         keys = self._hasher.extend(seq, complete)
         for page in range(seq.indexed, complete):
-            self._index.insert(keys[page], seq.pages[page])
+            tokens = seq.tokens[page * self._page_size : (page + 1) * self._page_size]
+            self._index.insert(keys[page], seq.pages[page], self._hasher.before(seq, page), tokens)
         seq.indexed = complete
 
     def give_back(self, seq: Sequence) -> None:

@@ -133,7 +133,7 @@ class AttentionBackend(Protocol):
     def copy_pages(
         self, k_planes: Planes, v_planes: Planes, src: npt.NDArray[np.int64], dst: npt.NDArray[np.int64]
     ) -> None:
-        """Copies page `src[i]` to page `dst[i]` for every i; the two sets do not overlap."""
+        """Copies page `src[i]` to page `dst[i]` for every i; all are read before any is written."""
         ...
 
     def load_records(

@@ -289,9 +289,8 @@ class NumbaAttention:
         self, k_planes: Planes, v_planes: Planes, src: npt.NDArray[np.int64], dst: npt.NDArray[np.int64]
     ) -> None:
         """See `AttentionBackend.copy_pages`."""
-        for planes in (_tensor(k_planes), _tensor(v_planes)):
-            for old, new in zip(src.tolist(), dst.tolist()):
-                planes[:, new] = planes[:, old]
+        for planes in (np.asarray(k_planes), np.asarray(v_planes)):
+            planes[:, dst] = planes[:, src]
 
     def load_records(
         self,

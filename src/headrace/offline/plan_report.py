@@ -12,7 +12,7 @@ from headrace.offline.planning.blend import PAGE
 from headrace.offline.planning.requests import JobRequests
 from headrace.offline.planning.simulated_engine import Run, SimulatedEngine
 from headrace.offline.planning.target import Target
-from headrace.offline.planning.tree import Floats, Ints, PrefixTree, common_prefixes, sorted_by_tokens
+from headrace.offline.planning.tree import Floats, Ints, PrefixTree, borrowed_tokens, common_prefixes, sorted_by_tokens
 from headrace.perf.density import CostRates, density
 from headrace.perf.roofline import optimum_seconds
 
@@ -55,7 +55,7 @@ class Plan:
     Attributes:
         prompt_tokens, output_tokens: in all; output tokens are expected ones.
         sharing: share of the prompt tokens that perfect prefix sharing leaves out.
-        shared_tokens: the same in tokens, counted in whole pages as an engine shares them.
+        shared_tokens: the same in tokens.
         compute_s, memory_s: seconds of both kinds of work with perfect sharing.
         optimum_s: the least time by the device's overlap rule.
         overlaps: whether the device runs both kinds side by side.
@@ -151,7 +151,7 @@ def make_plan(
         prompt_tokens=int(prompts.sum()),
         output_tokens=int(lengths.sum()),
         sharing=float(saved.sum() / prompts.sum()),
-        shared_tokens=tree.saved_tokens,
+        shared_tokens=int(exact.sum()),
         compute_s=total,
         memory_s=read,
         optimum_s=optimum_seconds(total, read, profile),
@@ -168,6 +168,7 @@ def make_plan(
             target.kv_tokens,
             max_seqs=target.max_seqs,
             step_tokens=target.step_tokens,
+            borrowed=borrowed_tokens(tree, exact, PAGE),
         )
         admission = make_admission(
             order,

@@ -43,7 +43,7 @@ class Lines:
     descriptor: int
     limit: int
 
-    def read(self, index: int, urls: Sequence[str]) -> tuple[int, str, str, bytes]:
+    def read(self, index: int, urls: tuple[str, ...]) -> tuple[int, str, str, bytes]:
         """A line's number, custom id, route and body.
 
         Raises:
@@ -163,7 +163,7 @@ class Generation:
         self._in_flight[worker] -= 1
         if self._tasks.get(index) is not task:  # its worker was lost, and another has the request
             if not task.cancelled():
-                task.exception()
+                task.exception()  # seen
             return
         try:
             result = task.result()

@@ -38,6 +38,7 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True):
         window: seconds from creation after which the job expires; None: never.
         completion_window: the same as the user wrote it.
         config: of the engine, as builtins; what `resume` starts it with.
+        workers: engines that share the job.
         fingerprint: of the model of a server's job; empty: not known yet.
         input_file: the server's id of the input.
         metadata: the user's own.
@@ -54,6 +55,7 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True):
     window: float | None = None
     completion_window: str | None = None
     config: dict[str, Any] = {}
+    workers: int = 1
     fingerprint: str = ""
     input_file: str | None = None
     metadata: dict[str, str] | None = None

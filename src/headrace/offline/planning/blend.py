@@ -169,11 +169,11 @@ class BlendAdmission:
         """Requests that fit now: samples first, then from the side that is under its share."""
         taken: list[int] = []
         while self._sample and len(self._under_way) < self._max_seqs:
-            request = self._sample[-1]
-            if self._waiting[request]:
-                if self._under_way and not self._fits(request):
+            sample = self._sample[-1]
+            if self._waiting[sample]:
+                if self._under_way and not self._fits(sample):
                     break
-                self._take(request, self._usual_side(request), taken)
+                self._take(sample, self._usual_side(sample), taken)
             self._sample.pop()
         self._step_rows = None
         if not self._remaining:

@@ -229,7 +229,7 @@ class Fleet:
             if alive
         ):
             seen = np.array([done / max(passed, 1e-9) for done, passed in zip(self._done, past)])
-        return np.maximum(seen, 1e-9)
+        return np.asarray(np.maximum(seen, 1e-9), np.float64)
 
     def _choose(self, victim: int, wanted: float) -> Ints:
         """Waiting requests of a worker that take about so many seconds: whole subtrees not begun there come first."""
@@ -246,7 +246,7 @@ class Fleet:
         chosen = np.zeros(len(names), bool)
         fitting = order[seconds[order] <= wanted]
         chosen[fitting[np.cumsum(seconds[fitting]) <= wanted]] = True
-        taken = mine[chosen[member]]
+        taken: Ints = mine[chosen[member]]
         missing = wanted - float(self._seconds[taken].sum())
         if missing > wanted / 2:  # what is left is a few large subtrees: the last leaves of the largest
             largest = int(np.argmax(np.where(chosen, -1.0, seconds)))

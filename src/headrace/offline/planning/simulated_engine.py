@@ -85,6 +85,8 @@ class SimulatedEngine:
         page: tokens of a KV page; a sequence's last one is half empty on average.
         reserve: a prompt begins only when all that run should find room to their ends (true lengths are known to it);
             else when the prompt itself fits, as engines do.
+        borrowed: int64 [n], tokens that a request goes on beyond its shared pages as another one's page does, and that
+            the engine copies (`borrowed_tokens`); None: it does not.
     """
 
     def __init__(
@@ -101,6 +103,7 @@ class SimulatedEngine:
         overlap: bool = True,
         page: int = 16,
         reserve: bool = False,
+        borrowed: NDArray[np.int64] | None = None,
     ) -> None:
         self._prompts: list[int] = requests.prompt_lengths.tolist()
         self._lengths: list[int] = np.minimum(lengths, requests.max_tokens).tolist()
@@ -109,6 +112,7 @@ class SimulatedEngine:
         self._kv_tokens = kv_tokens
         self._max_seqs, self._step_tokens = max_seqs, max(1, step_tokens)
         self._reserve, self._waste = reserve, page // 2
+        self._borrowed: list[int] = [0] * len(requests) if borrowed is None else borrowed.tolist()
         self._overlap = profile.overlap if overlap else ()
         rows = range(self._step_tokens + max_seqs + 1)
         per_row = model.activation_bytes / profile.copy
@@ -232,7 +236,8 @@ class SimulatedEngine:
         cache.hold(request)
         cache.take(own)
         self._own[request] = own - produced
-        at = min(here, end - 1)
+        # Whoever left the last shared page here left the one behind it too.
+        at = min(here if missing else here + self._borrowed[request], end - 1)
         if not produced:
             self._result.hit_tokens += at
         self._prefilling.append(_Prompt(request, at, end, produced))

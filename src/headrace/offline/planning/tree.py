@@ -108,6 +108,20 @@ def common_prefixes(requests: JobRequests, order: Ints) -> Ints:
     return shared
 
 
+def borrowed_tokens(tree: PrefixTree, exact: Ints, page: int) -> Ints:
+    """Tokens that each request shares with another one beyond whole pages: those of a page that is copied.
+
+    Args:
+        tree: of whole pages.
+        exact: int64 [n], tokens that each leaf shares with the one before it.
+        page: tokens of a page.
+    """
+    behind = np.append(exact[1:], 0)
+    found = np.empty(len(tree), np.int64)
+    found[tree.leaves] = np.clip(np.maximum(exact, behind) - tree.depth[tree.above], 0, page - 1)
+    return found
+
+
 def _nodes(shared: Ints) -> tuple[Ints, Ints, Ints, Ints, Ints]:
     """Parent, depth, first, last of all nodes, and the node above each leaf."""
     count = len(shared)
