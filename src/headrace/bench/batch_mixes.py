@@ -8,6 +8,8 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from headrace.bench.workload import Item, items
 from headrace.core.errors import ConfigError
 from headrace.offline.planning.requests import JobRequests
@@ -92,4 +94,21 @@ def make_job(mix: str, seed: int = 0, vocab_size: int = 40000) -> Job:
     return Job(
         items((prompt, length) for prompt, length, _ in made),
         JobRequests.of([prompt for prompt, _, _ in made], [limits[k] for _, _, k in made], [k for _, _, k in made]),
+    )
+
+
+def several(jobs: Sequence[Job]) -> Job:
+    """One job out of some, one behind the other."""
+    made = [item for job in jobs for item in job.items]
+    parts = [job.requests for job in jobs]
+    offsets = np.zeros(len(made) + 1, np.int64)
+    np.cumsum(np.concatenate([part.prompt_lengths for part in parts]), out=offsets[1:])
+    return Job(
+        items((item.prompt, item.max_tokens) for item in made),
+        JobRequests(
+            np.concatenate([part.tokens for part in parts]),
+            offsets,
+            np.concatenate([part.max_tokens for part in parts]),
+            np.concatenate([part.groups for part in parts]),
+        ),
     )

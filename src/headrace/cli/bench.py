@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from headrace.bench.report import report
+from headrace.cli.bench_batch_dp import bench_batch_dp
 from headrace.cli.bench_batch_online import bench_batch_online
 from headrace.cli.bench_batch_orders import bench_batch_orders
 from headrace.cli.bench_blend_sim import bench_blend_sim
@@ -35,6 +36,7 @@ bench.command("bursty", cls=Command)(bench_bursty)
 bench.command("store", cls=Command)(bench_store)
 bench.command("restore", cls=Command)(bench_restore)
 bench.command("batch-orders", cls=Command)(bench_batch_orders)
+bench.command("batch-dp", cls=Command)(bench_batch_dp)
 bench.command("blend-sim", cls=Command)(bench_blend_sim)
 bench.command("pipeline", cls=Command)(bench_pipeline)
 
