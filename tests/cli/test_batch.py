@@ -15,6 +15,7 @@ from cli_runs import environment, headrace
 from headrace.core import paths
 from headrace.offline.jobs.folder import create_job, list_jobs
 from headrace.offline.jobs.spec import JobSpec, new_job_id
+from headrace.offline.jobs.step_record import read_record
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 ENGINE = ("--threads", "1", "--kv-memory", "16MiB", "--no-store")
@@ -191,3 +192,33 @@ def test_an_interrupted_job_is_resumed_and_a_cancelled_one_is_not(home: Path, mo
     assert len(answers) == kept
     assert sorted(row["custom_id"] for row in answers + errors) == sorted(f"r{i}" for i in range(2000))
     assert headrace("batch", "resume", job.id, home=home).returncode == 1
+
+
+def test_two_engines_share_a_job_and_their_steps_are_drawn(model: str, home: Path) -> None:
+    source, out, picture = home / "in.jsonl", home / "out.jsonl", home / "steps.png"
+    texts = [f"{'once upon a time ' * 4}{number}" for number in range(24)]
+    source.write_text("\n".join(request(str(i), text, ignore_eos=True) for i, text in enumerate(texts)))
+    words = ("-o", str(out), "--model", model, *ENGINE)
+    alone = headrace("batch", "run", str(source), *words, home=home)
+    assert alone.returncode == 0, alone.stderr
+    expected = {row["custom_id"]: row["response"]["body"]["choices"] for row in rows(out)}
+    out.unlink()
+    done = headrace("batch", "run", str(source), *words, "--dp", "2", "--plot", str(picture), "--json", home=home)
+    assert done.returncode == 0, done.stderr
+    assert {row["custom_id"]: row["response"]["body"]["choices"] for row in rows(out)} == expected
+    assert picture.stat().st_size > 1000
+    folder = next(each for each in list_jobs(home / "jobs") if each.spec().workers == 2)
+    record = read_record(folder.steps)
+    assert set(record["worker"]) == {0.0, 1.0}
+    assert record["outputs"].sum() == 24 * 8
+    assert (record["step_s"] > record["attention_s"]).all()
+
+
+def test_more_engines_than_cores_are_refused(tmp_path: Path, model: str) -> None:
+    (tmp_path / "in.jsonl").write_text(request("a", "b"))
+    words = ("-o", str(tmp_path / "o"), "--model", model, *ENGINE, "--dp", "5000")
+    done = headrace("batch", "run", str(tmp_path / "in.jsonl"), *words, home=tmp_path)
+    assert done.returncode == 2
+    assert "cores" in done.stderr
+    assert not (tmp_path / "o").exists()
+    assert not list_jobs(tmp_path / "jobs")

@@ -10,6 +10,8 @@ from headrace.core.errors import ConfigError
 from headrace.perf.profile import DeviceProfile
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
     from headrace.offline.planning.simulated_engine import Run
 
 
@@ -153,5 +155,46 @@ def composition(runs: Mapping[str, "Run"], optimum_s: float, path: Path) -> None
         axes.legend(fontsize=7, loc="upper right")
         axes.grid(alpha=0.3)
     panels[-1][0].set_xlabel("time (s)")
+    figure.tight_layout()
+    figure.savefig(path)
+
+
+def measured(record: Mapping[str, "NDArray[np.float64]"], planned: "Run | None", path: Path) -> None:
+    """What the steps of a job were made of over time, beside what was planned: seconds of each kind per second.
+
+    Planned: compute-bound and memory-bound work. Measured: time outside of attention and in it; dotted, what the
+    device's profile says of the compute-bound and memory-bound work of the same steps.
+
+    Args:
+        record: columns of `offline.jobs.step_record`.
+        planned: the same job in the simulator; None: it is not drawn.
+        path: where to.
+    """
+    panels: list[tuple[str, Any, dict[str, Any]]] = []
+    if planned is not None:
+        kinds = {"compute": planned.compute, "memory": planned.memory}
+        panels.append((f"planned: {planned.seconds:,.1f} s", np.cumsum(planned.step_seconds), kinds))
+    for worker in np.unique(record["worker"]):
+        mine = {name: column[record["worker"] == worker] for name, column in record.items()}
+        kinds = {
+            "outside of attention": mine["step_s"] - mine["attention_s"],
+            "in attention": mine["attention_s"],
+            "compute by the profile": mine["compute_s"],
+            "memory by the profile": mine["memory_s"],
+        }
+        panels.append((f"measured, engine {int(worker)}: {mine['time_s'][-1]:,.1f} s", mine["time_s"], kinds))
+    if not panels:
+        return
+    figure, grid = _pyplot().subplots(len(panels), 1, figsize=(9, 2.6 * len(panels)), squeeze=False, sharex=True)
+    for axes, (title, ends, kinds) in zip(grid[:, 0], panels):
+        edges = np.linspace(0, max(float(ends[-1]), 1e-9), 121)
+        for kind, values in kinds.items():
+            style = ":" if kind.endswith("profile") else "-"
+            shares = np.histogram(ends, edges, weights=values)[0] / edges[1]
+            axes.plot(edges[1:], shares, style, label=kind, linewidth=1)
+        axes.set(ylabel="seconds per second", title=title)
+        axes.legend(fontsize=7, loc="upper right")
+        axes.grid(alpha=0.3)
+    grid[-1][0].set_xlabel("time (s)")
     figure.tight_layout()
     figure.savefig(path)

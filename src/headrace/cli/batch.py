@@ -16,6 +16,7 @@ from headrace.core.config import EngineConfig
 from headrace.core.errors import ConfigError, HeadraceError
 
 if TYPE_CHECKING:
+    from headrace.cli.batch_run import Outcome
     from headrace.offline.jobs.folder import JobFolder
     from headrace.offline.jobs.spec import JobSpec, JobState
 
@@ -29,6 +30,11 @@ JobId = Annotated[
     str, typer.Argument(metavar="JOB", help="id of a job, as `headrace batch ls` shows it, or its beginning")
 ]
 INTERRUPTED = 130
+#: A job of more requests is drawn without what was planned: the simulator would take minutes.
+MOST_SIMULATED = 50_000
+Plot = Annotated[
+    Path | None, typer.Option(metavar="FILE", help="draw compute and memory time of the steps beside the plan's")
+]
 
 
 @batch.command(cls=Command)
@@ -46,15 +52,18 @@ def run(
     dp: Annotated[
         int, typer.Option(min=1, metavar="N", help="engines that share the job, each on its part of the machine")
     ] = 1,
+    plot: Plot = None,
     json: Json = False,
 ) -> None:
     """Answer every request of a file, also across crashes: what is done is kept, the rest is resumed."""
+    from headrace.bench import plot as drawing
     from headrace.offline.jobs.device import check_order
     from headrace.offline.jobs.errors import JobError
     from headrace.offline.jobs.folder import create_job
     from headrace.offline.jobs.lines import check_file
     from headrace.offline.jobs.spec import JobSpec, new_job_id
 
+    drawing.check(plot)
     check_order(order)
     check_file(input)
     errors = errors or output.with_name(f"{output.stem}.errors{output.suffix}")
@@ -76,7 +85,7 @@ def run(
     folder = create_job(spec)
     begun = folder.state()
     try:
-        _run(folder, config, dp, json)
+        _run(folder, config, dp, json, plot)
     except JobError:
         raise
     except HeadraceError:  # e.g. no such model: so that the same command, put right, finds its paths free
@@ -86,11 +95,13 @@ def run(
 
 
 @batch.command()
-def resume(job: JobId, json: Json = False) -> None:
+def resume(job: JobId, plot: Plot = None, json: Json = False) -> None:
     """Go on with a job that was interrupted or killed; it runs with the settings it was begun with."""
+    from headrace.bench import plot as drawing
     from headrace.offline.jobs.errors import JobError
     from headrace.offline.jobs.folder import find_job
 
+    drawing.check(plot)
     folder = find_job(job)
     journal = folder.journal()
     spec, state = journal.spec, journal.state
@@ -99,7 +110,7 @@ def resume(job: JobId, json: Json = False) -> None:
         raise JobError(f"job {folder.id} belongs to a server; it goes on when `headrace serve` runs with its model")
     if state.final:
         raise JobError(f"job {folder.id} is {state.status}; there is nothing to resume")
-    _run(folder, msgspec.convert(spec.config, EngineConfig), spec.workers, json)
+    _run(folder, msgspec.convert(spec.config, EngineConfig), spec.workers, json, plot)
 
 
 @batch.command()
@@ -171,12 +182,15 @@ def _made_by(path: Path) -> str:
     return f"it is the {what} of job {spec.id}, `headrace batch resume {spec.id}` goes on; or "
 
 
-def _run(folder: "JobFolder", config: EngineConfig, workers: int, json: bool) -> None:
+def _run(folder: "JobFolder", config: EngineConfig, workers: int, json: bool, plot: Path | None = None) -> None:
     import asyncio
 
     from headrace.cli.batch_run import run_job
 
-    state, progress = asyncio.run(run_job(folder, config, workers))
+    outcome = asyncio.run(run_job(folder, config, workers))
+    state, progress = outcome.state, outcome.progress
+    if plot is not None and outcome.requests is not None:
+        _draw(folder, outcome, workers, plot)
     if state is None:
         print(f"interrupted; `headrace batch resume {folder.id}` goes on", flush=True)
         raise typer.Exit(INTERRUPTED)
@@ -188,6 +202,23 @@ def _run(folder: "JobFolder", config: EngineConfig, workers: int, json: bool) ->
         print(f"headrace: {state.failed:,} of {state.total:,} lines failed; see {result['errors']}", file=sys.stderr)
     if state.status != "completed" or not state.completed:
         raise typer.Exit(1)
+
+
+def _draw(folder: "JobFolder", outcome: "Outcome", workers: int, path: Path) -> None:
+    """Draw what the steps were made of, and for one engine what the same job takes in the simulator."""
+    import numpy as np
+
+    from headrace.bench import plot as drawing
+    from headrace.offline.jobs.step_record import read_record
+    from headrace.offline.plan_report import make_plan
+
+    planned = None
+    requests, target = outcome.requests, outcome.target
+    if workers == 1 and requests is not None and target is not None and 0 < len(requests) <= MOST_SIMULATED:
+        order = folder.spec().order
+        lengths = np.maximum(outcome.lengths, 1).astype(np.int64)
+        planned = make_plan(requests, lengths, target, [order]).runs[order]
+    drawing.measured(read_record(folder.steps), planned, path)
 
 
 def _report(title: str, shown: dict[str, Any], json: bool) -> None:

@@ -3,25 +3,52 @@
 import asyncio
 import signal
 import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from headrace.api.app import make_state
 from headrace.api.batch_endpoint import BatchEndpoint
 from headrace.api.startup import StartProgress
+from headrace.cluster.client import WorkerClient
 from headrace.core.config import EngineConfig, ServerConfig, check
-from headrace.front.launch import launch_workers
+from headrace.front.launch import Worker, launch_workers
 from headrace.offline.jobs.device import device_of, fleet_of
 from headrace.offline.jobs.folder import JobFolder
 from headrace.offline.jobs.progress import Progress
 from headrace.offline.jobs.runner import JobRunner, Stopped
 from headrace.offline.jobs.spec import JobState
+from headrace.offline.jobs.step_record import StepRecord
+from headrace.offline.planning.requests import JobRequests
+from headrace.offline.planning.target import Target
 
 PLAIN_EVERY_S = 10.0
 
 
-async def run_job(folder: JobFolder, config: EngineConfig, workers: int = 1) -> tuple[JobState | None, Progress | None]:
-    """Start so many engines and run the job to its end; its last state, or None where it was interrupted.
+@dataclass
+class Outcome:
+    """What became of a job's attempt.
+
+    Attributes:
+        state: the job's last state; None: it was interrupted.
+        progress: what was told last.
+        requests: that the attempt ran, with the tokens that each has produced in `lengths`.
+        target: the first engine in numbers.
+    """
+
+    state: JobState | None = None
+    progress: Progress | None = None
+    requests: JobRequests | None = None
+    lengths: NDArray[np.int32] = field(default_factory=lambda: np.zeros(0, np.int32))
+    target: Target | None = None
+
+
+async def run_job(folder: JobFolder, config: EngineConfig, workers: int = 1) -> Outcome:
+    """Start so many engines and run the job to its end. What its steps were made of is recorded in the job's folder.
 
     Raises:
         HeadraceError: the engine cannot start or has ended, or the job cannot go on.
@@ -38,7 +65,7 @@ async def run_job(folder: JobFolder, config: EngineConfig, workers: int = 1) -> 
     with starting:
         launching = asyncio.create_task(launch_workers(config, workers, starting))
         if not await _first(launching, interrupt):
-            return None, None
+            return Outcome()
         started = launching.result()
     starting.ready()
     try:
@@ -56,13 +83,30 @@ async def run_job(folder: JobFolder, config: EngineConfig, workers: int = 1) -> 
             for number in (signal.SIGINT, signal.SIGTERM):
                 loop.add_signal_handler(number, runner.stop)
             if interrupt.is_set():
-                return None, None
+                return Outcome()
             try:
-                return await runner.run(), shown.last
+                state = await _recorded(runner, started, folder)
             except Stopped:
-                return None, shown.last
+                state = None
+            return Outcome(state, shown.last, runner.requests, runner.lengths, devices[0].target)
     finally:
         await asyncio.gather(*(each.generator.client.close() for each in started))
+
+
+async def _recorded(runner: JobRunner, workers: Sequence[Worker], folder: JobFolder) -> JobState:
+    """Run the job while the engines' steps are recorded."""
+    record = StepRecord(folder.steps)
+    try:
+        for number, worker in enumerate(workers):
+            client = worker.generator.client
+            if isinstance(client, WorkerClient):
+                client.observe(record.observer(number, await client.stats()))
+        return await runner.run()
+    finally:
+        for worker in workers:
+            if isinstance(worker.generator.client, WorkerClient):
+                worker.generator.client.observe(None)
+        record.close()
 
 
 async def _first(task: "asyncio.Task[Any]", interrupt: asyncio.Event) -> bool:

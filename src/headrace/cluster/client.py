@@ -99,6 +99,7 @@ class WorkerClient:
         self._config = config
         self._sharers = sharers
         self._streams: dict[str, Stream] = {}
+        self._observer: Callable[[EngineStats], None] | None = None
         self._stats = EngineStats()
         self._info: EngineInfo | None = None
         self._dead: HeadraceError | None = None
@@ -138,6 +139,10 @@ class WorkerClient:
             self._ready.set_exception(self._dead)
         for stream in self._streams.values():
             stream.fail(self._dead)
+
+    def observe(self, observer: Callable[[EngineStats], None] | None) -> None:
+        """Have the counters told after every step that brought something; None: no more."""
+        self._observer = observer
 
     def submit(self, request: Request) -> Stream:
         """See `EngineClient.submit`."""
@@ -199,6 +204,8 @@ class WorkerClient:
             match decode_from_worker(payload):
                 case Stepped(deltas, stats):
                     self._stats = stats
+                    if self._observer is not None:
+                        self._observer(stats)
                     for delta in deltas:
                         stream = self._streams.get(delta.request)
                         if stream is not None:

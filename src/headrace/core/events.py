@@ -68,6 +68,9 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
         abandoned_total: offline steps given up for online work.
         steps_total: forward passes completed.
         step_seconds_total: time spent in them.
+        compute_seconds_total: what the device's profile says of their compute-bound work.
+        memory_seconds_total: the same of their memory-bound work: reading the KV of decoding sequences.
+        attention_seconds_total: time spent in attention, of either kind; 0 where it is not known (captured graphs).
         requests_total: requests finished, by reason.
         loads_total: stored prefixes asked for.
         loads_failed_total: those of which some part was missing or wrong; the rest was computed.
@@ -89,6 +92,9 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     abandoned_total: int = 0
     steps_total: int = 0
     step_seconds_total: float = 0.0
+    compute_seconds_total: float = 0.0
+    memory_seconds_total: float = 0.0
+    attention_seconds_total: float = 0.0
     requests_total: dict[str, int] = {}
     loads_total: int = 0
     loads_failed_total: int = 0

@@ -43,6 +43,7 @@ class StepPlan:
         repeat: for this many steps (this one included) the plan stays the same but for positions, if nothing arrives:
             no finish by length, no page edge, no preemption. A simulator jumps over them.
         predicted_s: what the step-time model expects, seconds; 0 without a model.
+        compute_s, memory_s: of these, compute-bound and memory-bound work, as the device's profile has it.
         preempted: sequences that lost their pages to make this plan possible.
     """
 
@@ -51,6 +52,8 @@ class StepPlan:
     service: ServiceClass = "online"
     repeat: int = 1
     predicted_s: float = 0.0
+    compute_s: float = 0.0
+    memory_s: float = 0.0
     preempted: tuple[str, ...] = field(default=())
 
     @property

@@ -126,6 +126,10 @@ class StepBudget:
             return 0.0
         return self._model.seconds(self._load) * self._correction.factor
 
+    def parts(self) -> tuple[float, float]:
+        """Seconds of the plan's compute-bound and memory-bound work by the profile, uncorrected; 0 without a model."""
+        return (0.0, 0.0) if self._model is None else self._model.parts(self._load)
+
     def observe(self, predicted: float, measured: float) -> None:
         """Learn from a finished step; `predicted` is what `predicted()` said for it."""
         if predicted > 0:

@@ -16,11 +16,13 @@ class StepResult:
         tokens: new tokens of each sequence whose chunk sampled.
         seconds: how long the step took.
         errors: sequences that cannot go on, with the reason.
+        attention_s: of `seconds`, those in attention; 0 where they are not known.
     """
 
     tokens: Mapping[str, Seq[int]]
     seconds: float = 0.0
     errors: Mapping[str, str] = field(default_factory=dict)
+    attention_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,4 +87,7 @@ class Counters:
     abandoned: int = 0
     steps: int = 0
     step_seconds: float = 0.0
+    compute_seconds: float = 0.0
+    memory_seconds: float = 0.0
+    attention_seconds: float = 0.0
     finished: dict[str, int] = field(default_factory=dict)

@@ -131,6 +131,7 @@ class Runner:
         if self._decoded is not None:  # put in flight before all others
             plan, batch, logits = self._decoded
             self._decoded = None
+            attention = 0.0
             output = self._sample(plan, batch, lambda rows: logits, states)
         else:
             try:
@@ -142,10 +143,12 @@ class Runner:
             if not done:
                 self._last = time.perf_counter()
                 return StepOutput(item.plan, None)
+            context = item.forward.step
+            attention = context.seconds if isinstance(context, AttentionStep) else 0.0
             output = self._sample(item.plan, item.batch, partial(self._logits, item.forward), states)
         now = time.perf_counter()
         assert output.result is not None
-        output.result = StepResult(output.result.tokens, now - self._last, output.result.errors)
+        output.result = StepResult(output.result.tokens, now - self._last, output.result.errors, attention)
         self._last = now
         return output
 

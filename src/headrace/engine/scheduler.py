@@ -239,6 +239,7 @@ class Scheduler:
                 self._admit(online, exclude, chunks)
         if not chunks:
             return None
+        compute, memory = budget.parts()
         service: ServiceClass = "online" if any(self._sequences[chunk.seq].online for chunk in chunks) else "offline"
         plan = StepPlan(
             id=self._next_plan,
@@ -246,6 +247,8 @@ class Scheduler:
             service=service,
             repeat=self._repeat(chunks),
             predicted_s=budget.predicted(),
+            compute_s=compute,
+            memory_s=memory,
             preempted=tuple(preempted),
         )
         self._next_plan += 1
@@ -262,6 +265,9 @@ class Scheduler:
         counters = self.counters
         counters.steps += 1
         counters.step_seconds += result.seconds
+        counters.attention_seconds += result.attention_s
+        counters.compute_seconds += plan.compute_s
+        counters.memory_seconds += plan.memory_s
         counters.computed_tokens += plan.tokens
         self._budget.observe(plan.predicted_s, result.seconds)
         prefill = sum(chunk.length for chunk in plan.chunks if chunk.phase == "prefill")

@@ -42,6 +42,11 @@ class JobFolder:
         """The same of those prompts that a resumed job has left."""
         return self.path / "rest.i32"
 
+    @property
+    def steps(self) -> Path:
+        """What the steps of the last attempt were made of; see `step_record`."""
+        return self.path / "steps.f64"
+
     def journal(self) -> Journal:
         """Open the journal."""
         return Journal(self.path / JOURNAL)

@@ -8,6 +8,9 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+import numpy as np
+from numpy.typing import NDArray
+
 from headrace.core.errors import EngineDead
 from headrace.core.request import OFFLINE_SHARE
 from headrace.offline.jobs.closing import close_lines
@@ -76,6 +79,9 @@ class JobRunner:
         self._stopping = False
         self._ending: Ending | None = None
         self._generation: Generation | None = None
+        #: What this attempt ran: its requests, and the tokens that each has produced (0: it has not ended).
+        self.requests: JobRequests | None = None
+        self.lengths: NDArray[np.int32] = np.zeros(0, np.int32)
         self._pace: Pace | None = None
         self._begun = self._earlier = 0.0
         self.share = OFFLINE_SHARE
@@ -187,6 +193,7 @@ class JobRunner:
     async def _run_pending(self, journal: Journal, files: ResultFiles) -> None:
         columns = await asyncio.to_thread(journal.columns)
         requests = job_requests(self._folder, journal, columns)
+        self.requests, self.lengths = requests, np.zeros(len(requests), np.int32)
         fleet = await asyncio.to_thread(self._orders, requests)
         self._optimum = await asyncio.to_thread(self._make_optimum, requests)
         self._pace = Pace(int(columns.prompt.sum()), int(columns.most.sum(dtype="int64")))
@@ -210,6 +217,7 @@ class JobRunner:
 
     def _finished(self, index: int, most: int, result: Result) -> None:
         """A line has its result."""
+        self.lengths[index] = result.output_tokens
         if self._optimum is not None:
             self._optimum.finish(index, result.output_tokens)
         if self._pace is not None:
