@@ -1,6 +1,7 @@
 """/v1/files and /v1/batches by the official client, over the parrot."""
 
 import gzip
+import re
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -271,3 +272,18 @@ def test_a_new_server_goes_on_with_a_batch(tmp_path: Path) -> None:
         ids = [each["custom_id"] for each in lines_of(client, batch.output_file_id)]
         assert sorted(ids) == sorted(line["custom_id"] for line in LINES)
         assert len(second.engine.seen) <= 380
+
+
+def test_metrics_tell_of_batches(served: Served, client: OpenAI) -> None:
+    def lines(result: str) -> float:
+        text = httpx.get(f"{served.url}/metrics").text
+        found = re.findall(rf'^headrace:batch_requests_total{{.*result="{result}".*}} (\S+)$', text, re.M)
+        return float(found[0]) if found else 0.0
+
+    before = lines("completed"), lines("failed")
+    batch = ended(client, start(client, jsonl(*(chat_line(str(i), "la") for i in range(6)), b"no request")))
+    assert batch.status == "completed"
+    assert (lines("completed"), lines("failed")) == (before[0] + 6, before[1] + 1)
+    text = httpx.get(f"{served.url}/metrics").text
+    for name in ("batches_unfinished", "batch_requests_running", "batch_seconds_left"):
+        assert re.search(rf"^headrace:{name}{{.*}} 0.0$", text, re.M)

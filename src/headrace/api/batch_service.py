@@ -202,6 +202,7 @@ class BatchService:
         due = folder.spec().expires_at or math.inf
         expiry = loop.call_later(max(0.0, min(due - self._clock(), LONGEST_TIMER_S)), self._expire, folder)
         self._waiting[folder.id] = Waiting(folder, due, 0.0, expiry)
+        self._state.metrics.batches = len(self._waiting)
         self._arrived.set()
         if self._worker is None:
             self._worker = asyncio.create_task(self._work())
@@ -230,6 +231,7 @@ class BatchService:
 
     def _forget(self, folder: JobFolder) -> None:
         waiting = self._waiting.pop(folder.id, None)
+        self._state.metrics.batches = len(self._waiting)
         if waiting is not None:
             waiting.expiry.cancel()
 
@@ -253,10 +255,13 @@ class BatchService:
             optimum=device.optimum,
             limit=state.config.max_request_bytes,
             pause=PAUSE,
+            tell=state.metrics.tell_batch,
             publish=self._publish,
             clock=self._clock,
         )
         try:
+            begun = await asyncio.to_thread(folder.state)
+            state.metrics.begin_batch(begun.completed, begun.failed)
             if self._stopping:
                 return False
             await runner.run()
@@ -269,6 +274,7 @@ class BatchService:
             return False
         finally:
             self._runner = None
+            state.metrics.tell_batch(None)
         return True
 
     async def _close(self, folder: JobFolder) -> None:

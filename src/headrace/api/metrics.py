@@ -8,6 +8,7 @@ from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_late
 
 from headrace.api.store_metrics import store_metrics
 from headrace.core.events import EngineStats
+from headrace.offline.jobs.progress import Progress
 
 CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4
 
@@ -41,6 +42,8 @@ class Metrics:
         self.e2e = histogram("e2e_request_latency_seconds", "From a request's arrival to its last token.", _E2E)
         self.prompt = histogram("request_prompt_tokens", "Prompt tokens of a request.", _TOKENS)
         self.output = histogram("request_generation_tokens", "Output tokens of a sequence.", _TOKENS)
+        self.batches = 0
+        self.batch: Progress | None = None
         self.http_active = 0
         self.loop_lag = 0.0
         self._model = model
@@ -56,12 +59,36 @@ class Metrics:
             (*_MODEL, "handler", "status"),
             registry=registry,
         )
+        self._batch_lines = Counter(
+            "headrace:batch_requests",
+            "Lines of batches that have their result.",
+            (*_MODEL, "result"),
+            registry=registry,
+        )
+        running = "Lines of the running batch that are being generated."
+        gauge("batches_unfinished", "Batches that have not ended.").set_function(lambda: self.batches)
+        gauge("batch_requests_running", running).set_function(lambda: self.batch.running if self.batch else 0)
+        gauge("batch_seconds_left", "Expected time to the end of the running batch; 0 without one.").set_function(
+            lambda: (self.batch.eta_s or 0.0) if self.batch else 0.0
+        )
         gauge("http_requests_active", "HTTP requests being served.").set_function(lambda: self.http_active)
         gauge("event_loop_lag_seconds", "How late the front's event loop ran last.").set_function(lambda: self.loop_lag)
 
     def finish(self, reason: str) -> None:
         """Count a finished sequence."""
         self._finished.labels(self._model, reason).inc()
+
+    def begin_batch(self, completed: int, failed: int) -> None:
+        """A batch is taken up that has so many results already."""
+        self._counted = {"completed": completed, "failed": failed}
+
+    def tell_batch(self, progress: Progress | None) -> None:
+        """Where the running batch stands; None: none runs."""
+        self.batch = progress
+        if progress is not None:
+            for result, now in (("completed", progress.completed), ("failed", progress.failed)):
+                self._batch_lines.labels(self._model, result).inc(max(0, now - self._counted[result]))
+                self._counted[result] = now
 
     def respond(self, handler: str, status: str) -> None:
         """Count an HTTP response."""
