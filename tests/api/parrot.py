@@ -89,6 +89,9 @@ class Parrot:
         task.add_done_callback(lambda _: self.tasks.pop(request.id))
         return self._read(request.id, self.streams[request.id])
 
+    def pace(self, tokens: int | None) -> None:
+        pass
+
     def abort(self, request_id: str) -> None:
         task = self.tasks.get(request_id)
         if task is not None and task.cancel() and request_id in self.streams:

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from headrace.bench import gpu_check, gpu_parity
+from headrace.bench.batch_mixes import MIXES, Mix
 from headrace.bench.random_decoder import LLAMA_8B, layers_that_fit
 from headrace.bench.tiny_models import save
 from headrace.engine.graphs import DecodePath
@@ -56,6 +57,14 @@ def test_its_parts_run_on_cpu(tmp_path: Path) -> None:
     for name in ("decode_1_tokens_per_s", "decode_3_tokens_per_s", "prefill_tokens_per_s", "attention_gb_s"):
         assert result[f"speed_{name}"] > 0
     assert json.loads(json.dumps(result)) == result
+
+
+def test_orders_are_compared_with_overlap_and_without(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(MIXES, "few", Mix(2, 4, (40, 60), (3, 6), (1, 3), 16, (4, 8), (8, 16)))
+    folder = save("llama", tmp_path, **TINY)
+    found = gpu_check.order_rates(folder, "cpu", TINY["vocab_size"], "few", rounds=1)
+    assert all(value > 0 for value in found.values())
+    assert {"plain_dfs_s", "plain_blend_s", "overlap_dfs_s", "overlap_blend_s"} < set(found)
 
 
 def test_a_wrong_number_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,11 +29,12 @@ def config(
     caching: bool = True,
     dtype: str = "float32",
     store: StoreConfig | None = None,
+    overlap: bool = False,
     **scheduler: object,
 ) -> EngineConfig:
     limits = dataclasses.replace(SchedulerConfig(max_num_seqs=16, max_num_batched_tokens=64), **scheduler)
     return EngineConfig(
-        model=ModelConfig(model=str(model), threads=1, dtype=dtype),
+        model=ModelConfig(model=str(model), threads=1, dtype=dtype, overlap=overlap),
         cache=CacheConfig(kv_memory=kv_bytes, page_size=page_size, prefix_caching=caching),
         scheduler=limits,
         store=store or StoreConfig(store=False),

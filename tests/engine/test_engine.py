@@ -1,16 +1,21 @@
 """The engine over a real (tiny) model: whatever the batching, caching and order, the same tokens."""
 
 import random
+from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import pytest
 from engine_world import ThreadSpan, config, drain, engine, request, tokens
 
 from headrace.bench.tiny_models import save
 from headrace.core.errors import InvalidRequest, QueueFull
 from headrace.core.request import Request
+from headrace.engine import twin
 from headrace.engine.kv_flow import RecordedFlow
 from headrace.engine.pipeline import LocalSpan, Pipeline
+from headrace.engine.twin import TwinSpan, TwinStep
+from headrace.model.decoder import Forward
 
 
 @pytest.fixture(scope="module")
@@ -222,6 +227,52 @@ def test_a_resumed_sequence_goes_on_with_the_same_text(model: Path) -> None:
     resumed = request("rest", [5, 6, 7], 20, resume=whole[:9], **sampled)
     crowd = [request(f"c{i}", [i + 3] * 9, 12) for i in range(5)]
     assert tokens(drain(other, [*crowd, resumed]))["rest"] == whole[9:]
+
+
+def test_decode_and_prompt_rows_as_two_halves_give_the_same_tokens(
+    model: Path, alone: dict[str, list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    split: list[tuple[int, int]] = []
+    finish = TwinSpan.finish
+
+    def counted(self: TwinSpan, fwd: Forward, interrupt: Callable[[], bool] | None) -> bool:
+        if isinstance(fwd.step, TwinStep):
+            split.append((fwd.step.edge, len(fwd.hidden) - fwd.step.edge))
+        return finish(self, fwd, interrupt)
+
+    monkeypatch.setattr(TwinSpan, "finish", counted)
+    monkeypatch.setattr(twin, "MINIMUM_ROWS", 2)
+    running, _ = engine(config(model, overlap=True, max_num_batched_tokens=24))
+    asked = iter(work())
+    deltas = drain(running, [next(asked)])
+    for item in asked:  # each comes while others decode
+        running.add(item)
+        for delta in running.step():
+            deltas.setdefault(delta.request, []).append(delta)
+    for name, parts in drain(running).items():
+        deltas.setdefault(name, []).extend(parts)
+    assert tokens(deltas) == alone
+    assert len(split) > 3
+    assert all(min(rows) >= 2 for rows in split)
+
+
+def test_an_offline_step_of_two_halves_is_given_up_between_layers(model: Path, alone: dict[str, list[int]]) -> None:
+    offline = [msgspec.structs.replace(item, service="offline") for item in work()]
+    running, _ = engine(config(model, overlap=True, max_num_batched_tokens=24))
+    calls = iter(range(10**6))
+    assert tokens(drain(running, offline, interrupt=lambda: next(calls) % 11 == 10)) == alone
+
+
+def test_the_pace_of_a_job_bounds_its_steps(model: Path, alone: dict[str, list[int]]) -> None:
+    running, parts = engine(config(model))
+    running.limit_offline(9)
+    offline = [msgspec.structs.replace(item, service="offline") for item in work()]
+    seen = drain(running, offline)
+    paced = parts.scheduler.counters.steps
+    assert tokens(seen) == alone
+    again, parts = engine(config(model))
+    drain(again, offline)
+    assert paced > 1.5 * parts.scheduler.counters.steps
 
 
 def test_prompts_that_part_within_a_page_share_its_beginning(model: Path) -> None:

@@ -111,6 +111,9 @@ class ScriptedEngine:
             if not finished:
                 self._cancel(request_id)
 
+    def pace(self, tokens: int | None) -> None:
+        pass
+
     def abort(self, request_id: str) -> None:
         self.aborted.append(request_id)
         if self._cancel(request_id) and request_id in self.queues:

@@ -44,6 +44,7 @@ class Echo:
     def __init__(self, dies_after: int = -1, full: int = 0, faults: int = 0, mortal: int | None = None) -> None:
         self.dies_after, self.full, self.faults, self.mortal = dies_after, full, faults, mortal
         self.by_worker: Counter[int] = Counter()
+        self.paces: list[tuple[int, int | None]] = []
         self.answered: list[str] = []
         self.running = self.most = 0
         self.shares: list[float] = []
@@ -93,6 +94,9 @@ class Echo:
             gone = worker == self.mortal and self.by_worker[worker] >= self.dies_after
         if gone:
             raise EngineDead("the echo died away")
+
+    def pace(self, worker: int, tokens: int | None) -> None:
+        self.paces.append((worker, tokens))
 
     def refusal(self, error: BaseException) -> Answer:
         return Answer(400, "r", json.dumps({"error": {"message": str(error)}}).encode())

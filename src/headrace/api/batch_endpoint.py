@@ -86,6 +86,10 @@ class BatchEndpoint:
             200, prepared.id, encode(whole.body()), meter.prompt_tokens, meter.cached_tokens, meter.output_tokens
         )
 
+    def pace(self, worker: int, tokens: int | None) -> None:
+        """See `Endpoint.pace`."""
+        self._workers[worker].client.pace(tokens)
+
     def refusal(self, error: BaseException) -> Answer:
         """See `Endpoint.refusal`."""
         face = as_api_error(error)

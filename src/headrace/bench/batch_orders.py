@@ -95,6 +95,7 @@ def measure(
     rounds: int = 3,
     salt: str = "",
     profile: DeviceProfile | None = None,
+    exact: bool = True,
 ) -> Orders:
     """Run a job in each order, in turn, then by the peer as it is and in the depth-first order.
 
@@ -106,9 +107,10 @@ def measure(
         rounds: how often.
         salt: tells jobs apart that run on the same engine.
         profile: of the device; None: as it was measured, or is now.
+        exact: outputs must not depend on the order; not so where a row's numbers depend on its batch (16-bit, CUDA).
 
     Raises:
-        HeadraceError: orders gave different outputs.
+        HeadraceError: orders gave different outputs although they must not.
     """
     info, limits = engine.info, engine.config.scheduler
     profile = profile or roofline_profile(info, engine.config)
@@ -149,7 +151,7 @@ def measure(
     first = next(iter(runs.values()))[0].outputs
     for order, several in runs.items():
         for run in several:
-            if run.outputs != first:
+            if exact and run.outputs != first:
                 differing = sum(run.outputs[name] != tokens for name, tokens in first.items())
                 raise HeadraceError(f"order {order} gave {differing} other outputs than {orders[0]}")
     return Orders(plan, runs, peers)

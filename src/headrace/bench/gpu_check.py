@@ -17,13 +17,14 @@ from typing import Any
 
 import torch
 
-from headrace.bench import gpu_parity, gpu_speed, parity
+from headrace.bench import batch_mixes, batch_orders, gpu_parity, gpu_speed, parity
 from headrace.bench.local_engine import LocalEngine
 from headrace.bench.parity_prompts import random_prompts
 from headrace.bench.random_decoder import LLAMA_8B, layers_that_fit
 from headrace.bench.report import report
 from headrace.bench.tiny_models import VOCABULARY, save
-from headrace.core.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
+from headrace.core.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig, StoreConfig
+from headrace.perf.model_config import shape_of_folder
 
 #: Rotary, sliding windows, soft-caps, learned positions, experts.
 FAMILIES = ("llama", "mistral", "gemma2", "opt", "qwen3-moe")
@@ -112,6 +113,7 @@ def sections(
         "middle_logits": lambda: logits(["middle"]),
         "speed": speed,
         "engine": lambda: engine_rates(folder("middle"), device, int(middle["vocab_size"])),
+        "orders": lambda: order_rates(folder("middle"), device, int(middle["vocab_size"])),
         "tiny_tokens": lambda: tokens(families[0], VOCABULARY),
         "middle_tokens": lambda: tokens("middle", int(middle["vocab_size"])),
     }
@@ -159,6 +161,30 @@ def engine_rates(folder: Path, device: str, vocabulary: int, sequences: int = 64
         found[f"{name}_output_tokens_per_s"] = round(engine.run(batch, salt="timed").output_tokens_per_s, 1)
         del engine
         gc.collect()
+    return found
+
+
+def order_rates(folder: Path, device: str, vocabulary: int, mix: str = "even", rounds: int = 2) -> dict[str, Any]:
+    """Seconds of an offline job depth first and blended, with decode and prompt rows side by side and without."""
+    found: dict[str, Any] = {}
+    token_bytes = shape_of_folder(folder, "bfloat16").kv_bytes_per_token
+    for overlap in (False, True):
+        engine = LocalEngine(
+            EngineConfig(
+                model=ModelConfig(model=str(folder), device=device, dtype="bfloat16", overlap=overlap),
+                cache=CacheConfig(kv_memory=8064 * token_bytes),
+                scheduler=SchedulerConfig(max_num_seqs=64, max_num_batched_tokens=512),
+                store=StoreConfig(store=False),
+            )
+        )
+        name = "overlap" if overlap else "plain"
+        job = batch_mixes.make_job(mix, vocab_size=min(40_000, vocabulary))
+        runs = batch_orders.measure(engine, job, ("dfs", "blend"), rounds=rounds, salt=name, exact=False)
+        for order in runs.runs:
+            found[f"{name}_{order}_s"] = round(runs.seconds(order), 3)
+        del engine
+        gc.collect()
+    found["blend_over_dfs_with_overlap"] = round(found["overlap_dfs_s"] / found["overlap_blend_s"], 3)
     return found
 
 

@@ -119,6 +119,7 @@ class LocalEngine:
             for number in admission.admit():
                 self.engine.add(requests[number])
                 flying.add(requests[number].id)
+            self.engine.limit_offline(admission.step_tokens)
             for delta in self.engine.step():
                 outputs[delta.request] += delta.tokens
                 if delta.finish == "error":
@@ -134,6 +135,7 @@ class LocalEngine:
                     np.array([numbers[name] for name in running]), np.array([len(outputs[name]) for name in running])
                 )
         wall, after = time.perf_counter() - start, self.stats()
+        self.engine.limit_offline(None)
         return BatchRun(
             wall_s=wall,
             outputs={name.removesuffix(suffix): tokens for name, tokens in outputs.items()},

@@ -12,6 +12,7 @@ from headrace.cluster.messages import (
     Failed,
     Hello,
     Loading,
+    Pace,
     Ready,
     Start,
     Stepped,
@@ -161,6 +162,11 @@ class WorkerClient:
         """See `EngineClient.abort`."""
         if request_id in self._streams and self._dead is None:
             self._send(Abort([request_id]))
+
+    def pace(self, tokens: int | None) -> None:
+        """See `EngineClient.pace`."""
+        if self._dead is None:
+            self._send(Pace(tokens))
 
     def forget(self, request_id: str) -> None:
         """Nobody reads this request's deltas any more."""

@@ -28,6 +28,12 @@ class Abort(msgspec.Struct, frozen=True, tag="abort"):
     requests: list[str]
 
 
+class Pace(msgspec.Struct, frozen=True, tag="pace"):
+    """Front to worker: offline prompts are to fill steps up to so many tokens only; None: as far as they go."""
+
+    tokens: int | None
+
+
 class Stop(msgspec.Struct, frozen=True, tag="stop"):
     """Front to worker: end the process."""
 
@@ -66,7 +72,7 @@ class Failed(msgspec.Struct, frozen=True, tag="failed"):
     expected: bool
 
 
-ToWorker = Start | Submit | Abort | Stop
+ToWorker = Start | Submit | Abort | Pace | Stop
 FromWorker = Hello | Loading | Ready | Stepped | Failed
 
 encode = msgspec.msgpack.Encoder().encode

@@ -17,6 +17,7 @@ from headrace.cluster.messages import (
     FromWorker,
     Hello,
     Loading,
+    Pace,
     Ready,
     Start,
     Stepped,
@@ -117,6 +118,8 @@ class Worker:
             case Abort(requests):
                 for request_id in requests:
                     self._engine.abort(request_id)
+            case Pace(tokens):
+                self._engine.limit_offline(tokens)
             case Stop():
                 raise StopWorker
             case Start():

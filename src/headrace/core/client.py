@@ -39,6 +39,10 @@ class EngineClient(Protocol):
         """Stop a request; its iterator ends with finish `abort`. Unknown or finished ids are ignored."""
         ...
 
+    def pace(self, tokens: int | None) -> None:
+        """Have offline prompts fill steps up to so many tokens only; None: as far as they go."""
+        ...
+
     async def stats(self) -> EngineStats:
         """The engine's counters, at most about a second old."""
         ...

@@ -22,6 +22,9 @@ class ModelConfig:
     device: str = option("auto", "where to compute", choices=("auto", "cpu", "cuda"))
     threads: int = option(0, "CPU threads of the engine; 0: all cores")
     cuda_graphs: bool = option(True, "on CUDA, replay decode steps as captured graphs")
+    overlap: bool = option(
+        False, "run decode and prompt rows of a step side by side on two CUDA streams (not run on a GPU yet)"
+    )
     max_model_len: int = option(0, "longest prompt plus output in tokens; 0: what the model supports and memory allows")
     seed: int = option(0, "seed of the seeds given to requests that bring none; 0: from the system")
 

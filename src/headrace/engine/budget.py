@@ -24,7 +24,15 @@ class StepBudget:
         self._correction = Correction()
         self._chunk = config.max_num_batched_tokens
         self._online_busy = 0.0
+        self._offline_most: int | None = None
         self.begin()
+
+    def limit_offline(self, tokens: int | None) -> None:
+        """Prompts of offline sequences fill steps up to so many tokens only; None: as far as they go.
+
+        What plans a whole job knows how much of both kinds of work each step should hold (`Admission.step_tokens`).
+        """
+        self._offline_most = tokens
 
     def begin(self) -> None:
         """Start with an empty plan."""
@@ -97,6 +105,8 @@ class StepBudget:
         most = min(remaining, self._most - self._tokens)
         if self._offline:
             most = min(most, self._chunk - self._offline_prefill)
+            if self._offline_most is not None:
+                most = min(most, max(0, self._offline_most - self._tokens))
             if self._most_tokens and self._model is None:
                 return max(0, min(most, self._most_tokens - self._tokens))
             if self._most_seconds and self._model is not None and most > 0:

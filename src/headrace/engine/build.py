@@ -169,6 +169,7 @@ def build(
         max_model_len,
         depth=limits.pipeline_depth,
         decode_path=decode_path,
+        twin=backend_for(device, threads=threads) if model.overlap and limits.pipeline_depth == 1 else None,
     )
     info = EngineInfo(
         model=model.model,

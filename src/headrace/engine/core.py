@@ -85,6 +85,10 @@ class Engine:
         if seq is not None:
             self._ended.append(self._delta(Progress(seq, finish="abort"), None))
 
+    def limit_offline(self, tokens: int | None) -> None:
+        """From the next step on, offline prompts fill steps up to so many tokens only; None: as far as they go."""
+        self._scheduler.limit_offline(tokens)
+
     def step(self, interrupt: Callable[[], bool] | None = None) -> list[Delta]:
         """Fill the plans in flight, finish the oldest, and report what became of its sequences.
 

@@ -37,6 +37,10 @@ class InProcessClient:
         """Queue a request (see `Engine.add`)."""
         self.engine.add(request)
 
+    def pace(self, tokens: int | None) -> None:
+        """See `EngineClient.pace`."""
+        self.engine.limit_offline(tokens)
+
     def abort(self, request_id: str) -> None:
         """End a request; its last delta comes with the next `poll`."""
         self.engine.abort(request_id)

@@ -23,6 +23,7 @@ from headrace.engine.outcome import StepResult
 from headrace.engine.pipeline import LocalSpan, Pipeline, Span, cut
 from headrace.engine.sampling import RowState, Sampler, SampleRow
 from headrace.engine.sequence import Sequence
+from headrace.engine.twin import TwinSpan, TwinStep, worth_splitting
 from headrace.kernels.attention import AttentionBackend
 from headrace.model.decoder import Decoder, Forward
 
@@ -66,6 +67,8 @@ class Runner:
         depth: plans in flight.
         decode_path: takes plans that are all decode, where there is no store, nothing else in flight, and every layer
             is here. Such a plan is not given up between layers.
+        twin: a second backend, with which plans of decode and prompt rows that meet no store run as two halves side by
+            side; None: as one.
     """
 
     def __init__(
@@ -80,6 +83,7 @@ class Runner:
         spans: Seq[Span] | None = None,
         depth: int = 1,
         decode_path: DecodePath | None = None,
+        twin: AttentionBackend | None = None,
     ) -> None:
         self._decoder = decoder
         self._group = group
@@ -90,8 +94,10 @@ class Runner:
         self._decoded: tuple[StepPlan, StepBatch, Tensor] | None = None
         page_size = group.shape.page_size
         self._builder = BatchBuilder(max_num_seqs, -(-max_model_len // page_size) + 1, page_size)
+        self._twin = twin
         if spans is None:
-            spans = [LocalSpan(decoder, layers) for layers in cut(decoder.shape.num_layers, depth)]
+            kind = LocalSpan if twin is None else TwinSpan
+            spans = [kind(decoder, layers) for layers in cut(decoder.shape.num_layers, depth)]
         self._pipeline = Pipeline(decoder, spans)
         self._last = 0.0
 
@@ -118,8 +124,12 @@ class Runner:
         if alone and flow is None and self._decode_path is not None and self._decode_path.accepts(plan):
             self._decoded = plan, batch, self._decode_path.run(batch)
             return
-        heads = self._decoder.shape.heads
-        self._pipeline.submit(plan, batch, AttentionStep(plan, batch, self._group, self._backend, heads, flow))
+        heads, backend = self._decoder.shape.heads, self._backend
+        if self._twin is not None and flow is None and worth_splitting(plan):
+            step: AttentionStep | TwinStep = TwinStep(plan, batch, self._group, (backend, self._twin), heads)
+        else:
+            step = AttentionStep(plan, batch, self._group, backend, heads, flow)
+        self._pipeline.submit(plan, batch, step)
 
     def collect(self, states: Callable[[str], RowState], interrupt: Callable[[], bool] | None = None) -> StepOutput:
         """Finish the oldest plan in flight.
@@ -144,7 +154,7 @@ class Runner:
                 self._last = time.perf_counter()
                 return StepOutput(item.plan, None)
             context = item.forward.step
-            attention = context.seconds if isinstance(context, AttentionStep) else 0.0
+            attention = context.seconds if isinstance(context, AttentionStep | TwinStep) else 0.0
             output = self._sample(item.plan, item.batch, partial(self._logits, item.forward), states)
         now = time.perf_counter()
         assert output.result is not None

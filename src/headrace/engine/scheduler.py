@@ -210,6 +210,10 @@ class Scheduler:
         """What predicted times are multiplied by, as learnt from steps."""
         return self._budget.correction
 
+    def limit_offline(self, tokens: int | None) -> None:
+        """See `StepBudget.limit_offline`."""
+        self._budget.limit_offline(tokens)
+
     def preempt_last(self) -> None:
         """Send the last in order of service back to the queue (the pool is about to shrink; nothing is in flight)."""
         self._preempt(max(self._running, key=lambda seq: seq.rank))

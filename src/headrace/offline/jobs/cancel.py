@@ -28,6 +28,9 @@ class Unserved:
         """Never called for a cancelled job."""
         raise EngineDead("a cancelled job has no engine")
 
+    def pace(self, worker: int, tokens: int | None) -> None:
+        """Never called: nothing runs."""
+
     def refusal(self, error: BaseException) -> Answer:
         """Never called: no body is refused."""
         raise error

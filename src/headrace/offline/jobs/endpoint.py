@@ -79,6 +79,10 @@ class Endpoint(Protocol):
         """
         ...
 
+    def pace(self, worker: int, tokens: int | None) -> None:
+        """Have prompts fill that worker's steps up to so many tokens only; None: as far as they go."""
+        ...
+
     def refusal(self, error: BaseException) -> Answer:
         """What an HTTP client would have been told."""
         ...

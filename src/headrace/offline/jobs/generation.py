@@ -87,6 +87,7 @@ class Generation:
         self._workers: dict[int, int] = {}  # who runs each
         self._asked: dict[int, Asked] = {}
         self._in_flight = [0] * len(windows)
+        self._paces: list[int | None] = [None] * len(windows)
         self._ready: list[deque[int]] = [deque() for _ in windows]
         self._done: asyncio.Queue[tuple[int, int, asyncio.Task[Result]]] = asyncio.Queue()
 
@@ -130,7 +131,9 @@ class Generation:
                 waiting.cancel()
 
     async def cancel(self) -> None:
-        """Abort what runs."""
+        """Abort what runs, and let the engines go at their own pace again."""
+        for worker in range(len(self._windows)):
+            self._set_pace(worker, None)
         for task in self._tasks.values():
             task.cancel()
         await asyncio.gather(*self._tasks.values(), return_exceptions=True)
@@ -148,8 +151,14 @@ class Generation:
     def _supply(self) -> None:
         for worker, ready in enumerate(self._ready):
             ready.extend(self._fleet.admit(worker, time.monotonic()))
+            self._set_pace(worker, self._fleet.step_tokens(worker))
             while ready and self._in_flight[worker] < self._windows[worker]:
                 self._begin(ready.popleft(), worker)
+
+    def _set_pace(self, worker: int, tokens: int | None) -> None:
+        if tokens != self._paces[worker]:
+            self._paces[worker] = tokens
+            self._endpoint.pace(worker, tokens)
 
     def _begin(self, index: int, worker: int) -> None:
         task = asyncio.create_task(self._line(index, worker))
