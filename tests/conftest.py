@@ -15,6 +15,7 @@ settings.register_profile("repeatable", derandomize=True, **_LENIENT)
 settings.register_profile("fuzz", print_blob=True, **_LENIENT)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
 
+sys.path.append(str(Path(__file__).parent))
 for room in sorted(Path(__file__).parent.rglob("*")):
     if room.is_dir() and room.name != "__pycache__":
         sys.path.append(str(room))  # so that a room's tests find the helper modules beside them

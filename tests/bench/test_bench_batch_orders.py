@@ -14,6 +14,7 @@ from headrace.bench.local_engine import LocalEngine, with_cache
 from headrace.core.config import EngineConfig, ModelConfig, StoreConfig
 from headrace.core.errors import ConfigError
 from headrace.perf.profile import load_or_default
+from homes import fresh_home
 
 SMALL = Mix(6, 5, (96, 128), (4, 8), (1, 4), 12, (8, 16), (8, 24))
 PEER = (
@@ -41,7 +42,7 @@ def test_an_unknown_mix_is_refused() -> None:
 
 
 def test_orders_are_measured_in_turn(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HEADRACE_HOME", str(tmp_path))
+    monkeypatch.setenv("HEADRACE_HOME", str(fresh_home(tmp_path)))
     monkeypatch.setitem(batch_mixes.MIXES, "small", SMALL)
     config = EngineConfig(model=ModelConfig(model=str(tiny)), store=StoreConfig(store=False))
     engine = LocalEngine(with_cache(config, kv_memory=1 << 20))

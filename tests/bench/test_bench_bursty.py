@@ -6,6 +6,7 @@ import pytest
 
 from headrace.bench.bursty import Bursty, Served, schedule
 from headrace.cli import main
+from homes import fresh_home
 
 SLOW = "throttled:20MB/s,write=2000MB/s:memory:16MiB"
 
@@ -13,7 +14,7 @@ SLOW = "throttled:20MB/s,write=2000MB/s:memory:16MiB"
 def test_both_policies_serve_the_same_and_are_compared(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setenv("HEADRACE_HOME", str(tmp_path))
+    monkeypatch.setenv("HEADRACE_HOME", str(fresh_home(tmp_path)))
     picture = tmp_path / "curve.png"
     command = [
         "bench", "bursty", "--json", "--requests", "10", "--prefixes", "5", "--prefix-tokens", "256",

@@ -18,11 +18,12 @@ from headrace.core.config import EngineConfig, ModelConfig
 from headrace.core.errors import ConfigError, HeadraceError
 from headrace.perf.profile import available_cores, cpu_name, load, save
 from headrace.perf.roofline import roofline_seconds, work_of
+from homes import fresh_home
 
 
 @pytest.fixture
 def config(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> EngineConfig:
-    monkeypatch.setenv("HEADRACE_HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("HEADRACE_HOME", str(fresh_home(tmp_path / "home")))
     return with_cache(EngineConfig(model=ModelConfig(model=str(tiny))), kv_memory=8 << 20)
 
 

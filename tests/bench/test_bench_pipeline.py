@@ -11,11 +11,12 @@ from headrace.bench.pipeline import measure
 from headrace.cli import main
 from headrace.core.config import EngineConfig, ModelConfig
 from headrace.core.errors import ConfigError
+from homes import fresh_home
 
 
 @pytest.fixture
 def config(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> EngineConfig:
-    monkeypatch.setenv("HEADRACE_HOME", str(tmp_path))
+    monkeypatch.setenv("HEADRACE_HOME", str(fresh_home(tmp_path)))
     return EngineConfig(model=ModelConfig(model=str(tiny)))
 
 

@@ -14,11 +14,12 @@ from headrace.core.errors import ConfigError
 from headrace.store.layout import KVLayout
 from headrace.store.tiers.faulty import Fault, FaultPlan, FaultyTier
 from headrace.store.tiers.tier import TierError
+from homes import fresh_home
 
 
 @pytest.fixture
 def config(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> EngineConfig:
-    monkeypatch.setenv("HEADRACE_HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("HEADRACE_HOME", str(fresh_home(tmp_path / "home")))
     return with_cache(EngineConfig(model=ModelConfig(model=str(tiny))), kv_memory=32 << 20)
 
 

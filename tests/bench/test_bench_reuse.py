@@ -9,12 +9,13 @@ from headrace.bench.ratio import ratio_of, t_quantile
 from headrace.bench.reuse import PREFIX, requests, shared_share
 from headrace.cli import main
 from headrace.core.errors import ConfigError
+from homes import fresh_home
 
 
 def test_engines_in_turn_compute_the_same_and_write_what_they_say(
     tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setenv("HEADRACE_HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("HEADRACE_HOME", str(fresh_home(tmp_path / "home")))
     command = [
         "bench", "reuse", str(tiny), "--json", "--kv-memory", "8MiB", "--page-size", "16", "--chunk-tokens", "64",
         "--warm", "6", "--pairs", "2", "--block", "4", "--share", "0.2", "--shortest", "600", "--longest", "900",

@@ -10,11 +10,12 @@ from headrace.bench import batch_online, latency, step
 from headrace.bench.local_engine import with_cache, with_scheduler
 from headrace.bench.server_process import ServerFailed, free_port, running_server
 from headrace.core.config import Config, EngineConfig, ModelConfig, ServerConfig
+from homes import fresh_home
 
 
 @pytest.fixture
 def config(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> EngineConfig:
-    monkeypatch.setenv("HEADRACE_HOME", str(tmp_path))
+    monkeypatch.setenv("HEADRACE_HOME", str(fresh_home(tmp_path)))
     return with_cache(EngineConfig(model=ModelConfig(model=str(tiny))), kv_memory=32 << 20)
 
 

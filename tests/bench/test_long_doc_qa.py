@@ -7,6 +7,7 @@ from headrace.bench.local_engine import tokenizer_of
 from headrace.bench.long_doc_prompts import new_prompts, question_batch, random_windows, read_windows
 from headrace.cli import main
 from headrace.core.errors import ConfigError
+from homes import fresh_home
 
 
 def write(path: Path, *documents: dict[str, object]) -> Path:
@@ -58,7 +59,7 @@ def test_all_windows_come_between_two_questions_about_one() -> None:
 def test_the_command_compares_policies(
     tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setenv("HEADRACE_HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("HEADRACE_HOME", str(fresh_home(tmp_path / "home")))
     work = tmp_path / "work"
     command = [
         "bench", "long-doc-qa", str(tiny), "--windows", "5", "--window", "200", "--questions", "2", "--outputs", "3",

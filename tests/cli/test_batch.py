@@ -12,10 +12,10 @@ import pytest
 import tiny_chat_model
 from cli_runs import environment, headrace
 
-from headrace.core import paths
 from headrace.offline.jobs.folder import create_job, list_jobs
 from headrace.offline.jobs.spec import JobSpec, new_job_id
 from headrace.offline.jobs.step_record import read_record
+from homes import fresh_home
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 ENGINE = ("--threads", "1", "--kv-memory", "16MiB", "--no-store")
@@ -28,11 +28,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture
 def home(tmp_path: Path) -> Path:
-    """A `HEADRACE_HOME` without jobs; what the machine has compiled already need not be compiled again."""
-    kernels = paths.home() / "kernels"
-    kernels.mkdir(parents=True, exist_ok=True)
-    (tmp_path / "kernels").symlink_to(kernels)
-    return tmp_path
+    return fresh_home(tmp_path)
 
 
 def request(custom_id: str, text: str, url: str = CHAT, **body: Any) -> str:

@@ -6,7 +6,6 @@ from pathlib import Path
 import numpy as np
 from engine_world import config, engine
 
-from headrace.core import paths
 from headrace.core.config import StoreConfig
 from headrace.core.events import Delta
 from headrace.core.request import Request
@@ -19,6 +18,7 @@ from headrace.store.settings import StoreSettings
 from headrace.store.store import KVStore
 from headrace.store.tiers.faulty import FaultPlan, FaultyTier
 from headrace.store.tiers.spec import build_tiers
+from homes import fresh_home
 
 CHUNK = 16
 #: The clock moves so far with a step: as far as a sequence waits between two looks.
@@ -30,12 +30,9 @@ ALL = StoreSettings(replication="all", lease_seconds=LEASE_SECONDS)
 def slow_home(folder: Path) -> Path:
     """A `HEADRACE_HOME` in which the device counts as one that takes milliseconds for a token of a tiny model.
 
-    Whatever it really takes, so that no test depends on it. Compiled kernels are those of the real home.
+    Whatever it really takes, so that no test depends on it.
     """
-    kernels = paths.home() / "kernels"
-    kernels.mkdir(parents=True, exist_ok=True)
-    folder.mkdir()
-    (folder / "kernels").symlink_to(kernels)
+    fresh_home(folder)
     rates = {"kv_read": 1e12, "attention": 1e12, "copy": 1e12, "sum_read": 1e12, "step_overhead": 0.0}
     profile = DeviceProfile("cpu", cpu_name(), 1, 1, "float32", ((1, 8e6),), layer_overhead=0.0, **rates)
     save(profile, folder / "profiles" / path_of("cpu", 1, "float32").name)
