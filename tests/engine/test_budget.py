@@ -142,24 +142,26 @@ def test_without_a_model_the_share_is_of_tokens() -> None:
     assert not budget.decode_fits(100)
 
 
-def test_offline_prompts_are_cut_shorter_while_their_steps_are_given_up() -> None:
-    budget = begun()
+def test_offline_prompts_are_cut_to_a_part_of_the_time_that_online_requests_leave() -> None:
+    budget = begun(replace(CONFIG, itl_target=0.0))
 
     def chunk() -> int:
         budget.begin()
         budget.begin_offline(0.2)
         return budget.prefill_tokens(0, 1000)
 
-    for expected in (256, 128, 64, 32, 16, 16):
-        budget.abandoned()
-        assert chunk() == expected
-    budget.finished(online=False, seconds=0.1, prefill=15)
-    assert chunk() == 16
-    budget.finished(online=False, seconds=0.1, prefill=16)
-    assert chunk() == 48
-    for _ in range(32):
-        budget.finished(online=False, seconds=0.1, prefill=chunk())
-    assert chunk() == 512
+    assert chunk() == 512  # nobody has come yet
+    budget.finished(online=False, seconds=0.4)
+    budget.finished(online=True, seconds=0.1)
+    assert chunk() == 89  # 100 ms, a quarter of the gap: 10 ms and 1 ms a token, and the head
+    for _ in range(50):
+        budget.abandoned(0.02)  # 10 ms of each were spent
+    assert chunk() == MINIMUM_CHUNK
+    budget.add_prefill(0, MINIMUM_CHUNK, sampled=False)
+    assert budget.prefill_tokens(0, 1000) == 0  # the least is of a step, not of a prompt
+    for _ in range(40):
+        budget.finished(online=False, seconds=0.1)
+    assert chunk() == 512  # online requests have stayed away
 
 
 def test_where_online_requests_leave_no_time_the_share_shrinks() -> None:
@@ -173,8 +175,8 @@ def test_where_online_requests_leave_no_time_the_share_shrinks() -> None:
 
     assert beside() == 39
     for _ in range(100):
-        budget.finished(online=True, seconds=1.0, prefill=0)
+        budget.finished(online=True, seconds=1.0)
     assert beside() == 10
     for _ in range(100):
-        budget.finished(online=False, seconds=1.0, prefill=0)
+        budget.finished(online=False, seconds=1.0)
     assert beside() == 39

@@ -13,8 +13,8 @@ class StepBudget:
     target; the prediction is corrected by what the steps before really took and by how much they scattered.
 
     Offline tokens may make a step that holds online ones longer by a share of its predicted time (`begin_offline`). A
-    step of offline tokens alone is given up when online work comes, so prompts in it are cut shorter the more often
-    that happens, and longer again while it does not.
+    step of offline tokens alone is given up when online work comes, so prompts in it are cut to a part of the time that
+    online requests usually leave.
     """
 
     def __init__(self, config: SchedulerConfig, model: StepTimeModel | None) -> None:
@@ -22,7 +22,7 @@ class StepBudget:
         self._target = config.itl_target if model is not None else 0.0
         self._model = model
         self._correction = Correction()
-        self._chunk = config.max_num_batched_tokens
+        self._gaps = Gaps()
         self._online_busy = 0.0
         self._offline_most: int | None = None
         self.begin()
@@ -58,16 +58,15 @@ class StepBudget:
             if self._model is not None:
                 self._most_seconds = self._model.seconds(self._load) * (1 + share)
 
-    def finished(self, online: bool, seconds: float, prefill: int) -> None:
-        """A step was done, with online tokens or without, and with so many of prompts."""
+    def finished(self, online: bool, seconds: float) -> None:
+        """A step was done, with online tokens or without."""
         kept = math.exp(-seconds / BUSY_SECONDS)
         self._online_busy = kept * self._online_busy + (1 - kept) * online
-        if not online and prefill >= self._chunk:  # short steps say nothing of longer ones
-            self._chunk = min(self._most, self._chunk + max(1, self._most // CHUNK_GROWTH))
+        self._gaps.step(online, seconds)
 
-    def abandoned(self) -> None:
-        """A step of offline tokens alone was given up."""
-        self._chunk = max(min(MINIMUM_CHUNK, self._most), self._chunk // 2)
+    def abandoned(self, predicted: float) -> None:
+        """A step of offline tokens alone, of so many predicted seconds, was given up."""
+        self._gaps.given_up(predicted)
 
     @property
     def full(self) -> bool:
@@ -104,13 +103,13 @@ class StepBudget:
         """How many of the remaining tokens of a prompt fit, from position `start`."""
         most = min(remaining, self._most - self._tokens)
         if self._offline:
-            most = min(most, self._chunk - self._offline_prefill)
             if self._offline_most is not None:
                 most = min(most, max(0, self._offline_most - self._tokens))
             if self._most_tokens and self._model is None:
                 return max(0, min(most, self._most_tokens - self._tokens))
             if self._most_seconds and self._model is not None and most > 0:
                 return self._model.prefill_that_fits(self._limit_seconds(), self._load, start, most)
+            return self._between_online_steps(start, most)
         if most <= 0 or not self._target or not self._streaming or self._model is None:
             return max(0, most)
         target = self._target / self._correction.cautious
@@ -118,6 +117,14 @@ class StepBudget:
         if fits == 0 and self._load.attention_flops == 0:
             return min(most, MINIMUM_CHUNK)  # a target that cannot be met must not starve prompts
         return fits
+
+    def _between_online_steps(self, start: int, most: int) -> int:
+        """Tokens of a prompt for a step without online tokens: it should be done before the next of them come."""
+        room = self._gaps.room
+        if self._model is None or math.isinf(room) or most <= 0:
+            return max(0, most)
+        fits = self._model.prefill_that_fits(room / GAP_PARTS / self._correction.factor, self._load, start, most)
+        return max(fits, min(most, MINIMUM_CHUNK - self._offline_prefill), 0)
 
     def _limit_seconds(self) -> float:
         """The longest a step with online tokens may be for the sake of offline ones, uncorrected."""
@@ -146,8 +153,38 @@ class StepBudget:
             self._correction.observe(predicted / self._correction.factor, measured)
 
 
+class Gaps:
+    """How long online requests leave the engine to others: the usual length of what lies between their steps."""
+
+    def __init__(self) -> None:
+        self._usual = math.inf
+        self._now = 0.0
+
+    def step(self, online: bool, seconds: float) -> None:
+        """A step was done."""
+        if not online:
+            self._now += seconds
+        elif self._now:
+            self._close()
+
+    def given_up(self, seconds: float) -> None:
+        """A step that would have taken so long was given up, half way on average."""
+        self._now += seconds / 2
+        self._close()
+
+    @property
+    def room(self) -> float:
+        """Seconds, inf before any online request: the usual, or what has gone by already where that is more."""
+        return max(self._usual, self._now)
+
+    def _close(self) -> None:
+        self._usual = self._now if math.isinf(self._usual) else self._usual + GAP_WEIGHT * (self._now - self._usual)
+        self._now = 0.0
+
+
 MINIMUM_CHUNK = 16
-#: The chunk of a step that may be given up grows by the largest step over this.
-CHUNK_GROWTH = 16
+#: A step between online ones should take this part of the time there usually is: what is given up is half a step.
+GAP_PARTS = 4
+GAP_WEIGHT = 0.3
 #: How much of the share goes where online requests leave the engine no time; how far back that is looked at.
 BUSY_WEIGHT, BUSY_SECONDS = 0.75, 10.0

@@ -274,8 +274,7 @@ class Scheduler:
         counters.memory_seconds += plan.memory_s
         counters.computed_tokens += plan.tokens
         self._budget.observe(plan.predicted_s, result.seconds)
-        prefill = sum(chunk.length for chunk in plan.chunks if chunk.phase == "prefill")
-        self._budget.finished(plan.service == "online", result.seconds, prefill)
+        self._budget.finished(plan.service == "online", result.seconds)
         progress = []
         for chunk in plan.chunks:
             seq = self._sequences[chunk.seq]
@@ -295,7 +294,7 @@ class Scheduler:
         """Undo a plan that was given up between layers; its work is planned again."""
         plan = self._plans.pop(plan_id)
         self.counters.abandoned += 1
-        self._budget.abandoned()
+        self._budget.abandoned(plan.predicted_s)
         progress = []
         for chunk in plan.chunks:
             seq = self._sequences[chunk.seq]
