@@ -64,6 +64,12 @@ def test_a_plan_for_an_accelerator(batch: Path, tmp_path: Path, capsys: pytest.C
     assert sorted(output.read_text().splitlines()) == sorted(batch.read_text().splitlines())
     assert output.read_text() != batch.read_text()
     assert picture.stat().st_size > 1000
+    assert output.stat().st_mode == batch.stat().st_mode
+    before = output.read_text()
+    with pytest.raises(SystemExit) as end:
+        main(["plan", str(batch), *common, "--seed", "7", "-o", str(output)])
+    assert end.value.code == 2
+    assert output.read_text() == before
 
 
 def test_a_plan_of_the_command_line_speaks_plainly(batch: Path, tmp_path: Path) -> None:

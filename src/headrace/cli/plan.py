@@ -1,5 +1,6 @@
 """`headrace plan`: what a batch file asks for, what each order of its requests takes, and the file reordered."""
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -68,8 +69,9 @@ def plan(
             raise ConfigError(f"--order: {name!r} is not one of {', '.join(ORDERS)}")
     if (output is not None or plot is not None) and "blend" not in orders:
         orders.append("blend")
-    if output is not None and output.exists() and output.samefile(requests):
-        raise ConfigError(f"-o {output} is the file that is read; give another name")
+    if output is not None and os.path.lexists(output):
+        what = "is the file that is read" if output.exists() and output.samefile(requests) else "exists"
+        raise ConfigError(f"-o {output} {what}; give another name")
     target, folder = _target(model, device, threads, dtype, kv_tokens, max_num_seqs, max_num_batched_tokens)
     size = requests.stat().st_size if requests.is_file() else 0
     with progress(f"reading {requests.name}", max(1, size)) as advance:
@@ -152,13 +154,16 @@ def _check_fits(given: "PlanInput", expected: Any, target: "Target") -> None:
 
 
 def _write(given: "PlanInput", order: Any, source: Path, target: Path) -> None:
-    """Write the lines in a new order, those that could not be planned last; the file appears when it is whole."""
-    import os
+    """Write the lines in a new order, those that could not be planned last.
+
+    The file appears when it is whole, and may be read by whoever may read the source.
+    """
     import tempfile
 
     handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
     try:
         with source.open("rb") as read, os.fdopen(handle, "wb") as write:
+            os.fchmod(handle, os.fstat(read.fileno()).st_mode & 0o777)
             for begin, end in [*zip(given.begins[order].tolist(), given.ends[order].tolist()), *given.bad]:
                 read.seek(begin)
                 line = read.read(end - begin)
