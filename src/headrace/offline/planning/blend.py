@@ -28,12 +28,10 @@ PAGE = 16
 _UNDERESTIMATED = 2.0
 #: The longest request should be done when all are: memory is given to as few at once as that takes, and this much more.
 _HORIZON = 1.1
-#: Densities are believed when so much of the memory-bound work is of kinds whose lengths have been seen.
-_SURE = 0.8
 #: What one end of a request tells of its group is acted on at once when so much of the waiting work is of the group.
 _WEIGHTY = 0.05
 #: Compute work is spent so much more slowly than estimates say, so that some is left beside the last long answers.
-_DOUBT = 1.3
+_DOUBT = 1.5
 #: Standard deviation of an estimated length over its mean (own): so much of what runs together is kept free.
 _UNKNOWN = 0.4
 
@@ -217,11 +215,6 @@ class BlendAdmission:
         self._waiting_compute = float(self._compute[self._waiting].sum())
         self._waiting_memory = float(memory[self._waiting].sum())
         self._waiting_area = float(area[self._waiting].sum())
-        known = self._estimator.known()
-        open_ = self._own & (self._waiting | (self._produced < self._output))
-        whole = float(memory[open_].sum())
-        #: Whether most of what memory is still to be read for is of kinds whose lengths have been seen.
-        self._sure = float(memory[open_ & known].sum()) >= _SURE * whole
         step = max(16, self._finished // 2)
         self._replan_at = self._finished + min(step, max(16, len(self._waiting) // 20))
 
@@ -310,7 +303,7 @@ class _State:
         self._paced = plan._overlap and plan._reports
         # A mix that is even on the device is as fast as the density of the whole where that is above it, and needs no
         # knowledge of lengths; the density makes steps alike to the end.
-        believed = self._density if plan._known else self._density / _DOUBT if plan._sure else 0.0
+        believed = self._density / (1.0 if plan._known else _DOUBT)
         mix = max(believed, plan._even_mix)
         decoding = float(begun.sum())
         rows = min(float(plan._step_tokens), max(mix * read / rates.linear, plan._free_rows, decoding + 1))

@@ -7,7 +7,6 @@ subtree counts without being believed alone. `max_tokens` bounds every estimate.
 """
 
 import numpy as np
-from numpy.typing import NDArray
 
 from headrace.offline.planning.requests import JobRequests
 from headrace.offline.planning.tree import Floats, Ints, PrefixTree
@@ -89,17 +88,6 @@ class LengthEstimator:
     def progress(self, requests: Ints, output_tokens: Ints) -> None:
         """Running ones have produced so many tokens."""
         self._running[requests] = output_tokens
-
-    def known(self) -> NDArray[np.bool_]:
-        """Requests of groups of which more have ended than run: their estimates are more than a guess.
-
-        While most of those that began still run, the ones that have ended are the short ones.
-        """
-        if self._known is not None:
-            return np.ones(len(self._seen), bool)
-        group = self._levels[0]
-        running = np.bincount(group, self._running > 0, minlength=len(self._ended))
-        return np.asarray((self._ended >= np.maximum(_FEW, running))[group], bool)
 
     def estimate(self) -> Floats:
         """Output tokens of every request: seen, known, or estimated.
