@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headrace.offline.planning.admission import make_admission
+from headrace.offline.planning.blend import PAGE
 from headrace.offline.planning.cut import Costs, cut
 from headrace.offline.planning.lengths import PRIOR_SHARE
 from headrace.offline.planning.requests import JobRequests
@@ -19,8 +20,6 @@ from headrace.offline.planning.target import Target
 from headrace.offline.planning.tree import Ints, PrefixTree
 from headrace.perf.density import CostRates
 
-#: Tokens of a page, in which prefixes are shared.
-PAGE = 16
 #: A worker's speed is believed once it has done this part of its share of the job; before, the device's numbers are.
 EVIDENCE = 0.02
 #: Less than this part of a worker's share is taken only where it is much of what waits (own).
@@ -86,11 +85,6 @@ class Fleet:
             )
             for worker, target in enumerate(targets)
         ]
-
-    @property
-    def workers(self) -> int:
-        """How many there are, lost ones too."""
-        return len(self._policies)
 
     @property
     def remaining(self) -> int:
