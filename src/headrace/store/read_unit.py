@@ -3,6 +3,8 @@
 from enum import Enum
 from typing import Generic, TypeVar
 
+from msgspec import Struct
+
 What = TypeVar("What")
 
 #: What comes first: number of the batch (0: hastened), place within it, a running number. Each row has its own.
@@ -37,8 +39,11 @@ class Verdict(Enum):
     LOST = "lost"
 
 
-class ReadUnit(Generic[What]):
-    """Something to be read at once.
+class ReadUnit(Struct, Generic[What], eq=False, gc=False):
+    """Something to be read at once. A step has a thousand, made while it waits: a `Struct` takes a third of the time.
+
+    The collector does not look at units: what refers to one in a circle (its load, its attempts) lets go of it when it
+    ends.
 
     Attributes:
         owner: number of the load it belongs to.
@@ -46,35 +51,43 @@ class ReadUnit(Generic[What]):
         order: place within its batch, lowest first: the layer.
         nbytes: bytes to read.
         what: the reader's own; means nothing here.
+        state: where it is.
+        failed: tiers that could not.
+        attempts: under way; None before the first.
+        allowed: tiers that may take it; names the heap it is in.
+        rank: of its row.
     """
 
-    __slots__ = ("allowed", "attempts", "failed", "holders", "nbytes", "order", "owner", "rank", "state", "what")
-
-    def __init__(self, owner: int, holders: int, order: int, nbytes: int, what: What) -> None:
-        self.owner = owner
-        self.holders = holders
-        self.order = order
-        self.nbytes = nbytes
-        self.what = what
-        self.state = State.PENDING
-        self.failed = 0  # tiers that could not
-        self.attempts: list[Attempt[What]] | None = None
-        self.allowed: int  # tiers that may take it; names the heap it is in
-        self.rank: Rank
+    owner: int
+    holders: int
+    order: int
+    nbytes: int
+    what: What
+    state: State = State.PENDING
+    failed: int = 0
+    attempts: "list[Attempt[What]] | None" = None
+    allowed: int = 0
+    rank: Rank = (0, 0, 0)
 
 
-class Attempt(Generic[What]):
-    """A unit given to a tier, until `finish`."""
+class Attempt(Struct, Generic[What], eq=False):
+    """A unit given to a tier, until `finish`.
 
-    __slots__ = ("expected", "hedge", "over", "started", "tier", "unit")
+    Attributes:
+        unit: what is read.
+        tier: who reads it.
+        started: when, seconds.
+        expected: seconds that it should take.
+        hedge: another tier was at it already.
+        over: it has ended.
+    """
 
-    def __init__(self, unit: ReadUnit[What], tier: int, started: float, expected: float, hedge: bool) -> None:
-        self.unit = unit
-        self.tier = tier
-        self.started = started
-        self.expected = expected
-        self.hedge = hedge
-        self.over = False
+    unit: ReadUnit[What]
+    tier: int
+    started: float
+    expected: float
+    hedge: bool
+    over: bool = False
 
     def remaining(self, now: float) -> float:
         """Seconds until it ends: what is left of what was expected; once that is over, as long as it is overdue."""
