@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from headrace.bench import gpu_check, gpu_parity
+from headrace.bench import gpu_check, gpu_parity, gpu_records
 from headrace.bench.batch_mixes import MIXES, Mix
 from headrace.bench.random_decoder import LLAMA_8B, layers_that_fit
 from headrace.bench.tiny_models import save
@@ -65,6 +65,22 @@ def test_orders_are_compared_with_overlap_and_without(tmp_path: Path, monkeypatc
     found = gpu_check.order_rates(folder, "cpu", TINY["vocab_size"], "few", rounds=1)
     assert all(value > 0 for value in found.values())
     assert {"plain_dfs_s", "plain_blend_s", "overlap_dfs_s", "overlap_blend_s"} < set(found)
+
+
+def test_records_that_move_are_right() -> None:
+    assert gpu_records.check("cpu") == {"save_holds": True, "load_holds": True, "pinned": False}
+
+
+def test_the_check_can_be_run_as_a_program() -> None:
+    source = Path(gpu_check.__file__).read_text()
+    assert source.rstrip().endswith("sys.exit(main())"), "what stands behind it is not there yet"
+
+
+def test_a_stored_prefix_loads_beside_computing(tmp_path: Path) -> None:
+    folder = save("llama", tmp_path, **TINY)
+    found = gpu_check.pipeline_rates(folder, "cpu", prefix_chunks=2, suffix_tokens=64, rounds=1)
+    assert found["both_s"] < 10 * (found["load_s"] + found["compute_s"])
+    assert all(value > 0 for value in found.values())
 
 
 def test_a_wrong_number_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

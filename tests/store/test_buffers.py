@@ -1,4 +1,5 @@
 import ctypes
+import mmap
 import os
 import threading
 
@@ -156,3 +157,27 @@ def test_many_threads_never_share_memory_nor_exceed_the_limit() -> None:
         thread.join()
     assert wrong == []
     assert pool.in_use == 0
+
+
+def test_all_memory_is_pinned_while_it_is_mapped() -> None:
+    pinned: dict[int, int] = {}
+
+    class Pinning:
+        def pin(self, memory: mmap.mmap) -> None:
+            assert id(memory) not in pinned
+            pinned[id(memory)] = len(memory)
+
+        def unpin(self, memory: mmap.mmap) -> None:
+            assert pinned.pop(id(memory)) == len(memory), "and it is still mapped"
+
+    pool = BufferPool(4 * MIB)
+    pool.pin(Pinning(), MIB)
+    assert list(pinned.values()) == [MIB] * 4
+    with pool.acquire(MIB), pool.acquire(2 * MIB):
+        assert sum(pinned.values()) == pool.mapped_bytes
+    assert sum(pinned.values()) == pool.mapped_bytes  # kept for the next one
+    with pool.acquire(4 * MIB):
+        assert list(pinned.values()) == [4 * MIB]
+        pool.close()
+        assert len(pinned) == 1
+    assert not pinned

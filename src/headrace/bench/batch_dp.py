@@ -5,7 +5,6 @@ as `headrace batch run` has it, and begins without cached KV. Loading and valida
 """
 
 import asyncio
-import json
 import tempfile
 import time
 from collections.abc import Sequence
@@ -20,12 +19,12 @@ from headrace.api.batch_endpoint import BatchEndpoint
 from headrace.bench.batch_mixes import Job
 from headrace.bench.cpu_quota import cpu_quota
 from headrace.bench.progress import progress
+from headrace.bench.workload import write_requests
 from headrace.core.config import EngineConfig, ServerConfig
 from headrace.core.errors import HeadraceError
 from headrace.front.launch import Worker, launch_workers
 from headrace.offline.jobs.device import device_of, fleet_of
 from headrace.offline.jobs.folder import create_job
-from headrace.offline.jobs.lines import COMPLETIONS
 from headrace.offline.jobs.runner import JobRunner
 from headrace.offline.jobs.spec import JobSpec, new_job_id
 
@@ -104,14 +103,7 @@ async def _run(home: Path, workers: Sequence[Worker], job: Job, order: str, salt
     """Seconds from the first request in to the last result, and the prompt tokens that were cached."""
     identity = new_job_id()
     path = home / f"{identity}.jsonl"
-    with path.open("w") as lines:
-        for item in job.items:
-            body = {
-                "model": "default", "prompt": list(item.prompt), "max_tokens": item.max_tokens, "temperature": 0.0,
-                "ignore_eos": True, "cache_salt": salt,
-            }  # fmt: skip
-            line = {"custom_id": item.custom_id, "method": "POST", "url": COMPLETIONS, "body": body}
-            lines.write(json.dumps(line) + "\n")
+    write_requests(job.items, path, cache_salt=salt)
     folder = create_job(
         JobSpec(
             id=identity,

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from headrace.bench import batch_mixes, batch_orders, gpu_parity, gpu_speed, parity
+from headrace.bench import batch_mixes, batch_orders, gpu_parity, gpu_records, gpu_speed, parity, pipeline
 from headrace.bench.local_engine import LocalEngine
 from headrace.bench.parity_prompts import random_prompts
 from headrace.bench.random_decoder import LLAMA_8B, layers_that_fit
@@ -28,7 +28,7 @@ from headrace.perf.model_config import shape_of_folder
 
 #: Rotary, sliding windows, soft-caps, learned positions, experts.
 FAMILIES = ("llama", "mistral", "gemma2", "opt", "qwen3-moe")
-MODES = ("alone", "batched", "odd chunks", "prefix hits", "preempted")
+MODES = ("alone", "batched", "odd chunks", "prefix hits", "preempted", "stored")
 MIDDLE: dict[str, Any] = {
     "vocab_size": 32_000,
     "hidden_size": 1024,
@@ -114,6 +114,8 @@ def sections(
         "speed": speed,
         "engine": lambda: engine_rates(folder("middle"), device, int(middle["vocab_size"])),
         "orders": lambda: order_rates(folder("middle"), device, int(middle["vocab_size"])),
+        "records": lambda: gpu_records.check(device),
+        "pipeline": lambda: pipeline_rates(folder("middle"), device),
         "tiny_tokens": lambda: tokens(families[0], VOCABULARY),
         "middle_tokens": lambda: tokens("middle", int(middle["vocab_size"])),
     }
@@ -186,6 +188,19 @@ def order_rates(folder: Path, device: str, vocabulary: int, mix: str = "even", r
         gc.collect()
     found["blend_over_dfs_with_overlap"] = round(found["overlap_dfs_s"] / found["overlap_blend_s"], 3)
     return found
+
+
+def pipeline_rates(
+    folder: Path, device: str, prefix_chunks: int = 24, suffix_tokens: int = 512, rounds: int = 3
+) -> dict[str, Any]:
+    """How a new suffix and its stored prefix, which load and compute equally long, overlap: `bench pipeline`."""
+    config = EngineConfig(
+        model=ModelConfig(model=str(folder), device=device, dtype="bfloat16"),
+        cache=CacheConfig(kv_memory=_KV_BYTES),
+        scheduler=SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=max(512, suffix_tokens)),
+    )
+    summary = pipeline.measure(config, prefix_chunks, suffix_tokens, rounds).summary()
+    return {name: summary[name] for name in ("load_s", "compute_s", "both_s", "ratio_to_max", "ratio_to_sum")}
 
 
 if __name__ == "__main__":

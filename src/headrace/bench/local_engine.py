@@ -16,6 +16,7 @@ from headrace.core.errors import HeadraceError
 from headrace.core.events import EngineInfo, EngineStats
 from headrace.offline.planning.admission import Admission
 from headrace.offline.planning.fixed import FixedAdmission
+from headrace.perf.model_config import shape_of_folder
 from headrace.perf.model_shape import ModelShape
 
 if TYPE_CHECKING:
@@ -181,6 +182,14 @@ def with_scheduler(config: EngineConfig, **changes: Any) -> EngineConfig:
 def with_cache(config: EngineConfig, **changes: Any) -> EngineConfig:
     """The configuration with other cache settings."""
     return replace(config, cache=replace(config.cache, **changes))
+
+
+def with_pool_of(config: EngineConfig, tokens: int) -> EngineConfig:
+    """The configuration with a KV pool of so many tokens of its model, unless it sets the pool's size itself."""
+    if config.cache.kv_memory:
+        return config
+    dtype = config.cache.kv_dtype if config.cache.kv_dtype != "auto" else "float32"
+    return with_cache(config, kv_memory=tokens * shape_of_folder(model_folder(config), dtype).kv_bytes_per_token)
 
 
 def peak_rss_mb() -> float:

@@ -87,13 +87,13 @@ def forced_lengths(batch: Iterable[Item]) -> list[Item]:
     ]
 
 
-def write_requests(batch: Sequence[Item], path: Path) -> None:
-    """Write requests as an OpenAI batch file that any server, or the peer scripts, can run."""
+def write_requests(batch: Sequence[Item], path: Path, **extra: Any) -> None:
+    """Write requests as an OpenAI batch file for any server or the peer scripts; `extra` goes into the bodies."""
     defaults = msgspec.to_builtins(SamplingParams())
     with path.open("w", encoding="utf-8") as file:
         for item in batch:
             changed = {k: v for k, v in msgspec.to_builtins(item.params).items() if v != defaults[k]}
-            body = {"model": "default", "prompt": item.prompt, **changed}
+            body = {"model": "default", "prompt": item.prompt, **changed, **extra}
             line = {"custom_id": item.custom_id, "method": "POST", "url": COMPLETIONS, "body": body}
             file.write(json.dumps(line) + "\n")
 

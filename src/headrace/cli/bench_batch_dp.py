@@ -26,17 +26,13 @@ def bench_batch_dp(
     """Run a job on one engine of one thread, on two, and on two of which a CPU quota slows one to half."""
     from headrace.bench.batch_dp import measure
     from headrace.bench.batch_mixes import make_job, several
-    from headrace.bench.local_engine import model_folder, with_cache
+    from headrace.bench.local_engine import model_folder, with_pool_of
     from headrace.model.memory import read_config
     from headrace.offline.jobs.device import check_order
-    from headrace.perf.model_config import shape_of_folder
 
     check_order(order)
     config = replace(config, store=replace(config.store, store=False))  # what is reused must come from the pools
-    folder = model_folder(config)
-    if not config.cache.kv_memory:
-        dtype = config.cache.kv_dtype if config.cache.kv_dtype != "auto" else "float32"
-        config = with_cache(config, kv_memory=pool_tokens * shape_of_folder(folder, dtype).kv_bytes_per_token)
-    vocab_size = min(40000, int(read_config(folder).get("vocab_size", 40000)))
+    config = with_pool_of(config, pool_tokens)
+    vocab_size = min(40000, int(read_config(model_folder(config)).get("vocab_size", 40000)))
     job = several([make_job(mix, workload_seed + number, vocab_size) for number in range(times)])
     report("A job on several engines", measure(config, job, order, rounds), as_json=json)

@@ -36,10 +36,9 @@ def bench_batch_orders(
     from headrace.bench import batch_orders as measuring
     from headrace.bench import plot as drawing
     from headrace.bench.batch_mixes import MIXES, make_job
-    from headrace.bench.local_engine import LocalEngine, model_folder, with_cache
+    from headrace.bench.local_engine import LocalEngine, with_pool_of
     from headrace.core.errors import ConfigError
     from headrace.offline.planning.admission import ORDERS
-    from headrace.perf.model_config import shape_of_folder
 
     drawing.check(plot)
     orders = list(dict.fromkeys(order or _DEFAULT))
@@ -51,11 +50,7 @@ def bench_batch_orders(
         if name not in MIXES:
             raise ConfigError(f"--mix: {name!r} is not one of {', '.join(MIXES)}")
     config = replace(config, store=replace(config.store, store=False))  # what an order reuses must come from the pool
-    if not config.cache.kv_memory:
-        dtype = config.cache.kv_dtype if config.cache.kv_dtype != "auto" else "float32"
-        token_bytes = shape_of_folder(model_folder(config), dtype).kv_bytes_per_token
-        config = with_cache(config, kv_memory=pool_tokens * token_bytes)
-    engine = LocalEngine(config)
+    engine = LocalEngine(with_pool_of(config, pool_tokens))
     vocab_size = min(40000, engine.info.vocab_size)
     results = {
         name: measuring.measure(engine, make_job(name, workload_seed, vocab_size), orders, peer_command, rounds, name)

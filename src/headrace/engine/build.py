@@ -21,6 +21,7 @@ from headrace.engine.scheduler import Scheduler
 from headrace.engine.sequence_pages import SequencePages
 from headrace.engine.store_flow import StoreFlow
 from headrace.kernels.attention import backend_for
+from headrace.kernels.device_streams import HostPinning
 from headrace.model import hub
 from headrace.model.decoder import Decoder
 from headrace.model.loader import estimate, load
@@ -134,6 +135,8 @@ def build(
     opened = open_the_store(config.store, store_layout(config.store, shape, kv_shape)) if cache.prefix_caching else None
     flow = None
     if opened is not None:
+        if device != "cpu":
+            opened.store.pin(HostPinning(device))
         flow = StoreFlow(
             opened.store,
             group,

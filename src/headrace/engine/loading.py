@@ -302,6 +302,7 @@ class Loads:
         item = PrefixLoad(order, found, self._chunk_tokens, self._group, self._come)
         self.started += 1
         loads: list[tuple[int, Load]] = []
+        self._backend.pages_free()
         for first, last in ((sure, len(found)), *((chunk, chunk + 1) for chunk in range(sure - 1, -1, -1))):
             if first < last:
                 one = self._store.load_batch([(found[first:last], self._part, Delivery(item, self._backend, first))])
@@ -311,6 +312,7 @@ class Loads:
 
     def _start(self, batch: Seq[PrefixLoad]) -> None:
         self.started += len(batch)
+        self._backend.pages_free()
         loads = self._store.load_batch([(item.chunks, self._part, Delivery(item, self._backend)) for item in batch])
         for item, load in zip(batch, loads, strict=True):
             item.load = load

@@ -167,6 +167,8 @@ class Runner:
     ) -> StepOutput:
         prompt_logprobs, errors = self._prompt_logprobs(batch, logits_of)
         if not len(batch.sample_rows):
+            if self._decoder.device.type == "cuda":  # nothing is read from it: a step's time is what it takes there
+                torch.cuda.current_stream(self._decoder.device).synchronize()
             return StepOutput(plan, StepResult({}, errors=errors), prompt_logprobs=prompt_logprobs)
         logits = logits_of(batch.sample_rows)
         rows = []

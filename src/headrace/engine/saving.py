@@ -115,6 +115,7 @@ class Saves:
 
     def whole(self, item: ChunkSave) -> None:
         """All layers of the chunk are in the pool."""
+        self._backend.kv_written()
         for layer in self._group.shape.layers:
             item.save.layer_ready(layer)
 
@@ -127,7 +128,11 @@ class Saves:
 
     def offer(self, plan: int, layer: int) -> None:
         """A layer of a plan is in the pool."""
-        for item in self._plans.get(plan, ()):
+        items = self._plans.get(plan)
+        if not items:
+            return
+        self._backend.kv_written()
+        for item in items:
             item.save.layer_ready(layer)
 
     def forget_plan(self, plan: int, give_up: bool = False) -> None:

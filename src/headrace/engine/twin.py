@@ -120,8 +120,9 @@ class TwinSpan(LocalSpan):
             current = torch.cuda.current_stream(self._decoder.device)
             for stream in self._streams:
                 stream.wait_stream(current)
-        yield
-        if self._streams:
+        try:
+            yield
+        finally:
             for stream in self._streams:
                 current.wait_stream(stream)
 

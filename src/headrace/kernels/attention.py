@@ -136,6 +136,14 @@ class AttentionBackend(Protocol):
         """Copies page `src[i]` to page `dst[i]` for every i; all are read before any is written."""
         ...
 
+    def pages_free(self) -> None:
+        """In the step loop, before records are loaded: whatever still uses their pages was asked for before this."""
+        ...
+
+    def kv_written(self) -> None:
+        """In the step loop, before records are saved: whatever writes their KV was asked for before this."""
+        ...
+
     def load_records(
         self,
         k_planes: LayerPlanes,
@@ -223,6 +231,8 @@ def backend_for(device: str, *, threads: int = 0, name: str = "auto") -> Attenti
     if name == "torch":
         from headrace.kernels.torch_attention import TorchAttention
 
+        if kind == "cuda" and not torch.cuda.is_available():
+            raise ConfigError(f"device '{device}' needs a CUDA build of torch and a GPU; found none, use --device cpu")
         return TorchAttention(device)
     if name in ("cuda", "flashinfer") and kind == "cuda":
         from headrace.kernels.cuda import cuda_backend

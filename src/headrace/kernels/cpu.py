@@ -292,6 +292,12 @@ class NumbaAttention:
         for planes in (np.asarray(k_planes), np.asarray(v_planes)):
             planes[:, dst] = planes[:, src]
 
+    def pages_free(self) -> None:
+        """See `AttentionBackend.pages_free`: what was asked for is done."""
+
+    def kv_written(self) -> None:
+        """See `AttentionBackend.kv_written`: what was asked for is done."""
+
     def load_records(
         self,
         k_planes: LayerPlanes,

@@ -4,6 +4,7 @@ The fallback on CUDA where FlashInfer is missing, and the reference that tests r
 per call, so it is no choice for long contexts.
 """
 
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 from torch.nn import functional
 
 from headrace.kernels.attention import LayerPlanes, Planes, check_plan, check_record
+from headrace.kernels.device_streams import CudaRecordStreams, RecordStreams
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,12 +32,20 @@ class TorchStep:
 
 
 class TorchAttention:
-    """Attention by gather and `scaled_dot_product_attention`; a page is `[page_size, head_dim]` for K and V alike."""
+    """Attention by gather and `scaled_dot_product_attention`; a page is `[page_size, head_dim]` for K and V alike.
+
+    Args:
+        device: `cpu`, `cuda` or `cuda:N`.
+        streams: on which stored KV moves; default: on a device streams of its own.
+    """
 
     name = "torch"
 
-    def __init__(self, device: str) -> None:
+    def __init__(self, device: str, streams: RecordStreams | None = None) -> None:
         self.device = device
+        self._streams = streams
+        if streams is None and device != "cpu":
+            self._streams = CudaRecordStreams(device)
 
     def k_page_shape(self, page_size: int, head_dim: int) -> tuple[int, int]:
         """Shape of one page of a K plane."""
@@ -70,9 +80,9 @@ class TorchAttention:
         return TorchStep(
             rows=int(cu_q[-1]),
             spans=tuple(zip(cu_q[:-1].tolist(), np.diff(cu_q).tolist(), kv_lens.tolist())),
-            tables=torch.from_numpy(np.ascontiguousarray(block_tables, np.int64)).to(self.device),
-            stored=torch.from_numpy(stored).to(self.device),
-            slots=torch.from_numpy(slots[stored]).to(self.device),
+            tables=self._upload(np.ascontiguousarray(block_tables, np.int64)),
+            stored=self._upload(stored),
+            slots=self._upload(slots[stored]),
         )
 
     def write(self, step: TorchStep, k: torch.Tensor, v: torch.Tensor, k_planes: Planes, v_planes: Planes) -> None:
@@ -125,14 +135,14 @@ class TorchAttention:
         self, k_planes: Planes, v_planes: Planes, pages: npt.NDArray[np.int64]
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See `AttentionBackend.read_pages`."""
-        index = torch.from_numpy(pages).to(self.device)
+        index = self._upload(pages)
         return _tensor(k_planes)[:, index].flatten(1, 2), _tensor(v_planes)[:, index].flatten(1, 2)
 
     def write_pages(
         self, k_planes: Planes, v_planes: Planes, pages: npt.NDArray[np.int64], k: torch.Tensor, v: torch.Tensor
     ) -> None:
         """See `AttentionBackend.write_pages`."""
-        index = torch.from_numpy(pages).to(self.device)
+        index = self._upload(pages)
         for planes, new in ((_tensor(k_planes), k), (_tensor(v_planes), v)):
             page_size = planes.shape[2]
             slots = (index[:, None] * page_size + torch.arange(page_size, device=self.device)).flatten()[: new.shape[1]]
@@ -142,8 +152,19 @@ class TorchAttention:
         self, k_planes: Planes, v_planes: Planes, src: npt.NDArray[np.int64], dst: npt.NDArray[np.int64]
     ) -> None:
         """See `AttentionBackend.copy_pages`."""
+        source, target = self._upload(src), self._upload(dst)
         for planes in (_tensor(k_planes), _tensor(v_planes)):
-            planes[:, torch.from_numpy(dst).to(self.device)] = planes[:, torch.from_numpy(src).to(self.device)]
+            planes[:, target] = planes[:, source]
+
+    def pages_free(self) -> None:
+        """See `AttentionBackend.pages_free`."""
+        if self._streams is not None:
+            self._streams.pages_free()
+
+    def kv_written(self) -> None:
+        """See `AttentionBackend.kv_written`."""
+        if self._streams is not None:
+            self._streams.kv_written()
 
     def load_records(
         self,
@@ -156,19 +177,20 @@ class TorchAttention:
         record_heads: int,
         first_head: int = 0,
     ) -> None:
-        """See `AttentionBackend.load_records`. On a device it waits for the copies; not run on a GPU yet."""
-        step = records.nbytes // len(k_planes)
-        for layer, both in enumerate(zip(map(_tensor, k_planes), map(_tensor, v_planes), strict=True)):
-            heads = slice(first_head, first_head + both[0].shape[0])
-            if not 0 <= heads.start < heads.stop <= record_heads:
-                raise ValueError(f"heads {heads.start} to {heads.stop - 1} of records of {record_heads} heads")
-            record = records[layer * step : (layer + 1) * step]
-            for planes, new in zip(both, self._halves(both[0], record_heads, pages, n_tokens, record)):
-                slots = self._slots(planes, pages, first_token, n_tokens)
-                rows = planes.view(planes.shape[0], -1, planes.shape[3])
-                rows[:, slots] = new[heads, first_token:].to(planes.device)
-        if self.device != "cpu":
-            torch.cuda.current_stream().synchronize()  # the records are the caller's again
+        """See `AttentionBackend.load_records`. To a device the records go in one copy, on the thread's own stream."""
+        both = [(_tensor(k), _tensor(v)) for k, v in zip(k_planes, v_planes, strict=True)]
+        first = both[0][0]
+        heads = slice(first_head, first_head + first.shape[0])
+        if not 0 <= heads.start < heads.stop <= record_heads:
+            raise ValueError(f"heads {heads.start} to {heads.stop - 1} of records of {record_heads} heads")
+        raw = _records(first, record_heads, pages, first_token, n_tokens, records, len(both))
+        with nullcontext() if self._streams is None else self._streams.loading():
+            slots = self._slots(first, pages, first_token, n_tokens)
+            new = _halves(raw.to(self.device, non_blocking=True), first, record_heads, n_tokens)
+            for layer, planes in enumerate(both):
+                for half, plane in enumerate(planes):
+                    rows = plane.view(plane.shape[0], -1, plane.shape[3])
+                    rows[:, slots] = new[layer, half, heads, first_token:]
 
     def records_call(self, *arguments: Any, **more: Any) -> None:
         """See `AttentionBackend.records_call`: there is none."""
@@ -177,28 +199,45 @@ class TorchAttention:
     def save_record(
         self, k_planes: Planes, v_planes: Planes, pages: npt.NDArray[np.int64], n_tokens: int, record: memoryview
     ) -> None:
-        """See `AttentionBackend.save_record`. On a device it waits for what is under way; not run on a GPU yet."""
-        if self.device != "cpu":
-            torch.cuda.synchronize()  # the step loop's stream writes what is saved
+        """See `AttentionBackend.save_record`. From a device on the thread's own stream."""
         both = _tensor(k_planes), _tensor(v_planes)
-        for planes, out in zip(both, self._halves(both[0], both[0].shape[0], pages, n_tokens, record)):
-            slots = self._slots(planes, pages, 0, n_tokens)
-            out.copy_(planes.view(planes.shape[0], -1, planes.shape[3])[:, slots])
+        heads = both[0].shape[0]
+        out = _halves(_records(both[0], heads, pages, 0, n_tokens, record, 1), both[0], heads, n_tokens)
+        with nullcontext() if self._streams is None else self._streams.saving():
+            slots = self._slots(both[0], pages, 0, n_tokens)
+            for half, plane in enumerate(both):
+                rows = plane.view(heads, -1, plane.shape[3])
+                out[0, half].copy_(rows[:, slots], non_blocking=True)
 
     def _slots(self, planes: torch.Tensor, pages: npt.NDArray[np.int64], first: int, last: int) -> torch.Tensor:
         at, size = np.arange(first, last), planes.shape[2]
-        return torch.from_numpy(pages[at // size] * size + at % size).to(self.device)
+        return self._upload(pages[at // size] * size + at % size)
 
-    @staticmethod
-    def _halves(
-        planes: torch.Tensor, heads: int, pages: npt.NDArray[np.int64], n_tokens: int, record: memoryview
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """K and V of a record as tensors on its memory, `[heads, tokens, dim]`."""
-        _heads, _pages, page_size, dim = planes.shape
-        check_record(pages, page_size, 0, n_tokens, 2 * heads * dim * planes.itemsize, record.nbytes)
-        raw = torch.from_numpy(np.frombuffer(record, np.uint8)[: 2 * heads * n_tokens * dim * planes.itemsize])
-        whole = raw.view(planes.dtype).view(2, heads, n_tokens, dim)
-        return whole[0], whole[1]
+    def _upload(self, array: npt.NDArray[np.int64]) -> torch.Tensor:
+        """On the device; a copy from ordinary memory has left it when the call returns, so nobody waits for it."""
+        return torch.from_numpy(array).to(self.device, non_blocking=True)
+
+
+def _records(
+    planes: torch.Tensor,
+    heads: int,
+    pages: npt.NDArray[np.int64],
+    first_token: int,
+    n_tokens: int,
+    records: memoryview,
+    layers: int,
+) -> torch.Tensor:
+    """Records of adjacent layers as bytes `[layers, bytes of a record]`, zero copy, if they are long enough."""
+    token_bytes = 2 * heads * planes.shape[3] * planes.itemsize
+    check_record(pages, planes.shape[2], first_token, n_tokens, token_bytes, records.nbytes // layers)
+    return torch.from_numpy(np.frombuffer(records, np.uint8)).view(layers, -1)
+
+
+def _halves(raw: torch.Tensor, planes: torch.Tensor, heads: int, n_tokens: int) -> torch.Tensor:
+    """K and V of records, `[layers, 2, heads, tokens, dim]` of the planes' type; zero copy."""
+    dim = planes.shape[3]
+    payload = raw[:, : 2 * heads * n_tokens * dim * planes.itemsize]
+    return payload.view(planes.dtype).view(-1, 2, heads, n_tokens, dim)
 
 
 def _tensor(planes: Planes | Any) -> torch.Tensor:

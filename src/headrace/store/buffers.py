@@ -5,6 +5,7 @@ import threading
 import time
 from collections import deque
 from types import TracebackType
+from typing import Protocol
 
 from headrace.core.errors import HeadraceError
 from headrace.core.settings import format_size
@@ -13,6 +14,18 @@ from headrace.store.layout import aligned
 
 class BuffersClosed(HeadraceError):
     """The pool was closed: no more buffers."""
+
+
+class Pinning(Protocol):
+    """Has a device know memory, so that copies between the two run beside its computing."""
+
+    def pin(self, memory: mmap.mmap) -> None:
+        """Memory was mapped; what cannot be pinned stays as it is."""
+        ...
+
+    def unpin(self, memory: mmap.mmap) -> None:
+        """Memory is about to go."""
+        ...
 
 
 class Buffer:
@@ -74,6 +87,21 @@ class BufferPool:
         self._waiting: deque[object] = deque()
         self._changed = threading.Condition()
         self._closed = False
+        self._pinning: Pinning | None = None
+
+    def pin(self, pinning: Pinning, nbytes: int) -> None:
+        """Have all memory pinned; before the first buffer. Pinning takes long: it is done now, for buffers of a size.
+
+        Args:
+            pinning: does it.
+            nbytes: size of a buffer; as many are mapped as have room.
+        """
+        self._pinning = pinning
+        held = []
+        while (buffer := self.try_acquire(nbytes)) is not None:
+            held.append(buffer)
+        for buffer in held:
+            buffer.release()
 
     @property
     def limit(self) -> int:
@@ -159,6 +187,8 @@ class BufferPool:
         if hasattr(mmap, "MADV_DONTFORK"):
             # A fork while a direct read is under way would make the page copy-on-write, and the read could go astray.
             memory.madvise(mmap.MADV_DONTFORK)
+        if self._pinning is not None:
+            self._pinning.pin(memory)
         self._mapped += size
         self._in_use += 1
         return memory
@@ -166,7 +196,10 @@ class BufferPool:
     def _trim(self, nbytes: int) -> None:
         for size, kept in self._free.items():
             while kept and nbytes > 0:
-                kept.pop().close()
+                memory = kept.pop()
+                if self._pinning is not None:
+                    self._pinning.unpin(memory)
+                memory.close()
                 self._mapped -= size
                 nbytes -= size
 
@@ -184,6 +217,8 @@ class BufferPool:
                 # A slice or array is alive against the rules. The memory must not change under it, so it is not used
                 # again; it goes with the array.
                 self._mapped -= len(memory)
+                if self._pinning is not None:
+                    self._pinning.unpin(memory)
             else:
                 self._free.setdefault(len(memory), []).append(memory)
                 if self._closed:

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from headrace.core.errors import ConfigError
 from headrace.store.active_load import ActiveLoad
-from headrace.store.buffers import Buffer, BufferPool, size_class
+from headrace.store.buffers import Buffer, BufferPool, Pinning, size_class
 from headrace.store.fetch import Fetched, Layers, PartSource, fetch
 from headrace.store.layout import HEADER_BYTES, KVLayout
 from headrace.store.load import Deliver, FoundChunk
@@ -135,6 +135,10 @@ class Reader:
         self._closing = False
         self._quiet = threading.Event()
         self._quiet.set()
+
+    def pin(self, pinning: Pinning) -> None:
+        """Have the memory that is read into pinned; before the first load."""
+        self._buffers.pin(pinning, self._size)
 
     @property
     def reading(self) -> bool:

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headrace.core.errors import ConfigError
+from headrace.store.buffers import Pinning
 from headrace.store.catalog.catalog import Catalog
 from headrace.store.catalog.election import open_catalog
 from headrace.store.coverage import found_chunk
@@ -107,6 +108,11 @@ class KVStore:
         self._writer = DeferredWriter(
             layout, tiers, self._catalogs, settings.write_queue, self._gate, self._unsaved, self._wrong, self._over
         )
+
+    def pin(self, pinning: Pinning) -> None:
+        """Have all memory that KV is read into and packed into pinned; before the first load and save."""
+        self._reader.pin(pinning)
+        self._writer.pin(pinning)
 
     def keys(self, tokens: NDArray[np.int32], salt: str = "", known: Sequence[bytes] = ()) -> list[bytes]:
         """Keys of the full chunks of a token sequence.

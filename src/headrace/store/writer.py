@@ -12,7 +12,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from headrace.store.buffers import BufferPool, size_class
+from headrace.store.buffers import BufferPool, Pinning, size_class
 from headrace.store.catalog.catalog import Catalog
 from headrace.store.header import BadHeader, PartHeader, decode, record_sum
 from headrace.store.layout import HEADER_BYTES, KVLayout
@@ -108,6 +108,11 @@ class DeferredWriter:
             self._threads.append(threading.Thread(target=self._write_loop, args=(tier,), name=name, daemon=True))
         for thread in self._threads:
             thread.start()
+
+    def pin(self, pinning: Pinning) -> None:
+        """Have the memory that is packed into pinned; before the first save."""
+        layout = self._layout
+        self._pool.pin(pinning, layout.part_bytes(layout.layers, layout.kv_heads, layout.chunk_tokens))
 
     @property
     def buffers_in_use(self) -> int:
