@@ -17,6 +17,9 @@ from openai.types import Batch
 from served import Served, serve_parrot
 
 from headrace.core.config import ServerConfig
+from headrace.offline.jobs import runner
+from headrace.offline.jobs.folder import create_job
+from headrace.offline.jobs.spec import JobSpec, new_job_id
 
 FINAL = ("completed", "failed", "expired", "cancelled")
 
@@ -287,3 +290,26 @@ def test_metrics_tell_of_batches(served: Served, client: OpenAI) -> None:
     text = httpx.get(f"{served.url}/metrics").text
     for name in ("batches_unfinished", "batch_requests_running", "batch_seconds_left"):
         assert re.search(rf"^headrace:{name}{{.*}} 0.0$", text, re.M)
+
+
+def test_a_job_of_a_command_is_no_batch(served: Served, client: OpenAI, tmp_path: Path) -> None:
+    source = tmp_path / "in.jsonl"
+    source.write_bytes(jsonl(chat_line("a", "la")))
+    paths = {name: str(tmp_path / f"{name}.jsonl") for name in ("output", "errors")}
+    spec = JobSpec(id=new_job_id(), origin="cli", created_at=time.time(), input=str(source), **paths)
+    folder = create_job(spec, served.state.jobs)
+    for ask in (client.batches.retrieve, client.batches.cancel):
+        with pytest.raises(openai.NotFoundError):
+            ask(folder.id)
+    assert folder.state().status == "validating"
+    assert Path(spec.output).exists()
+
+
+def test_a_batch_of_too_many_lines_fails_before_any_of_them(client: OpenAI, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runner, "MAX_LINES", 5)
+    batch = ended(client, start(client, b"x\n" * 6))
+    assert batch.status == "failed"
+    assert batch.errors is not None
+    assert "more than 5 lines" in (batch.errors.data or [])[0].message  # type: ignore[operator]
+    assert batch.error_file_id is None
+    assert ended(client, start(client, b"x\n" * 5)).status == "completed"

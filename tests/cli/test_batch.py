@@ -12,7 +12,7 @@ import pytest
 import tiny_chat_model
 from cli_runs import environment, headrace
 
-from headrace.offline.jobs.folder import create_job, list_jobs
+from headrace.offline.jobs.folder import create_job, list_jobs, open_job
 from headrace.offline.jobs.spec import JobSpec, new_job_id
 from headrace.offline.jobs.step_record import read_record
 from homes import fresh_home
@@ -136,6 +136,27 @@ def test_a_job_is_named_by_the_beginning_of_its_id(tmp_path: Path) -> None:
         assert done.returncode == 1
         assert said in done.stderr
     assert headrace("batch", "cancel", "batch_a", home=tmp_path).stdout == f"{first}: cancelled\n"
+
+
+def test_a_job_that_runs_is_not_resumed_and_no_engine_is_loaded_for_it(tmp_path: Path) -> None:
+    job = "batch_" + "a" * 32
+    jobs_in(tmp_path, job)
+    folder = open_job(job, tmp_path / "jobs")
+    folder.steps.write_bytes(b"what the other has recorded")
+    with folder.lock():
+        done = headrace("batch", "resume", job, home=tmp_path)
+    assert done.returncode == 1
+    assert done.stderr.strip().splitlines() == [f"headrace: error: job {job} is run by another process"]
+    assert folder.steps.read_bytes() == b"what the other has recorded"
+
+
+def test_a_job_may_go_on_with_another_number_of_engines(tmp_path: Path) -> None:
+    job = "batch_" + "a" * 32
+    jobs_in(tmp_path, job)
+    done = headrace("batch", "resume", job, "--dp", "5000", home=tmp_path)
+    assert done.returncode == 2
+    assert "--dp 5000" in done.stderr
+    assert open_job(job, tmp_path / "jobs").state().status == "validating"
 
 
 def test_a_job_from_end_to_end(home: Path, model: str) -> None:

@@ -126,6 +126,20 @@ def test_online_work_interrupts_an_offline_step_in_the_worker(config: EngineConf
     asyncio.run(scenario())
 
 
+def test_a_request_that_the_engine_cannot_begin_fails_alone(config: EngineConfig) -> None:
+    async def scenario() -> None:
+        async with running(config) as client:
+            # No front lets such a token through; it stands for whatever nobody thought of.
+            params = SamplingParams(max_tokens=4, stop_token_ids=(-(1 << 40),))
+            poison = Request(id="poison", prompt=[5, 6, 7], params=params)
+            refused = [delta async for delta in client.submit(poison)]
+            assert [delta.finish for delta in refused] == ["error"]
+            assert "log" in str(refused[0].error)
+            assert len(await collect(client, request("after"))) == 6
+
+    asyncio.run(scenario())
+
+
 def test_when_the_engine_is_killed_readers_are_told(config: EngineConfig) -> None:
     async def scenario() -> None:
         client = await launch(config)

@@ -16,7 +16,8 @@ def test_cores_are_shared_out_in_neighbours_with_one_accelerator_each() -> None:
         Place((3, 8), "GPU-x"),
         Place((9, 10), "6"),
     ]
-    assert [place.device for place in split_machine(2, range(2), "")] == ["", ""]  # told to use none
+    for none in ("", "-1", "-1,0,1"):
+        assert [place.device for place in split_machine(2, range(2), none)] == ["", ""]  # told to use none
 
 
 def test_accelerators_are_numbered_where_nobody_named_them(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -24,7 +25,10 @@ def test_accelerators_are_numbered_where_nobody_named_them(monkeypatch: pytest.M
     assert [place.device for place in split_machine(2, range(2))] == ["0", "1"]
 
 
-@pytest.mark.parametrize(("cpus", "devices", "said"), [(range(1), None, "cores"), (range(4), "0", "accelerators")])
+@pytest.mark.parametrize(
+    ("cpus", "devices", "said"),
+    [(range(1), None, "cores"), (range(4), "0", "accelerators"), (range(4), "0,-1,1", "accelerators")],
+)
 def test_too_small_a_machine_is_refused(cpus: range, devices: str | None, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         split_machine(2, cpus, devices)

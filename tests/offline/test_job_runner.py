@@ -5,7 +5,9 @@ import random
 import signal
 import subprocess
 import sys
+import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +16,16 @@ import pytest
 from echo_endpoint import Echo, line, new_job, results, runner
 
 from headrace.core.errors import EngineDead
+from headrace.offline.jobs import runner as runner_module
+from headrace.offline.jobs import validate
 from headrace.offline.jobs.cancel import cancel_job
 from headrace.offline.jobs.errors import JobBusy, JobError
 from headrace.offline.jobs.folder import JOURNAL, JobFolder, list_jobs, open_job
 from headrace.offline.jobs.generation import MAX_ATTEMPTS
 from headrace.offline.jobs.journal import Journal
+from headrace.offline.jobs.lines import RawLine, check_file, read_lines
 from headrace.offline.jobs.runner import Stopped
+from headrace.offline.jobs.spool import job_requests
 
 
 def some_lines(count: int, seed: int = 0) -> list[dict[str, Any]]:
@@ -170,6 +176,62 @@ def test_a_changed_input_is_noticed(tmp_path: Path) -> None:
     (tmp_path / "in.jsonl").write_bytes(content.replace(b"r49", b"r4X"))
     with pytest.raises(JobError, match="line 50"):
         asyncio.run(runner(folder, Echo()).run())
+
+
+def test_the_loop_is_left_to_others_while_files_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = some_lines(1000)
+    folder = new_job(tmp_path, lines)
+    threads: set[str] = set()
+
+    def noted(function: Any) -> Any:
+        def call(*arguments: Any) -> Any:
+            threads.add(function.__name__)
+            assert threading.current_thread() is not threading.main_thread()
+            return function(*arguments)
+
+        return call
+
+    def read(*arguments: Any) -> Iterator[RawLine]:
+        found = read_lines(*arguments)
+        while (each := noted(next)(found, None)) is not None:
+            yield each
+
+    monkeypatch.setattr(validate, "read_lines", read)
+    monkeypatch.setattr(runner_module, "check_file", noted(check_file))
+    monkeypatch.setattr(runner_module, "job_requests", noted(job_requests))
+    asyncio.run(runner(folder, Echo()).run())
+    check(tmp_path, lines)
+    assert threads == {"next", "check_file", "job_requests"}
+
+
+@pytest.mark.parametrize("validated", [False, True])
+def test_another_model_does_not_go_on_with_a_job(tmp_path: Path, validated: bool) -> None:
+    lines = some_lines(3000)
+    folder = new_job(tmp_path, lines)
+    if validated:
+        with pytest.raises(EngineDead):
+            asyncio.run(runner(folder, Echo(dies_after=10), 2).run())
+    else:
+        command = [sys.executable, echo_endpoint.__file__, str(folder.path), "spooled", "4"]
+        subprocess.run(command, capture_output=True, check=False, timeout=120)
+    assert folder.state().validated == validated
+    other = Echo()
+    other.fingerprint = "0" * 64
+    with pytest.raises(JobError, match=r"eeeeeeeeeeee.*000000000000.*new job"):
+        asyncio.run(runner(folder, other).run())
+    assert not other.answered
+    asyncio.run(runner(folder, Echo()).run())
+    check(tmp_path, lines)
+
+
+def test_a_job_can_be_ended_whatever_model_is_there(tmp_path: Path) -> None:
+    folder = new_job(tmp_path, some_lines(100), window=3600.0)
+    with pytest.raises(EngineDead):
+        asyncio.run(runner(folder, Echo(dies_after=10), 2).run())
+    other = Echo()
+    other.fingerprint = "0" * 64
+    state = asyncio.run(runner(folder, other, clock=lambda: time.time() + 3601).run())
+    assert (state.status, state.total) == ("expired", 100)
 
 
 def test_a_shortened_output_is_noticed_and_a_lengthened_one_cut(tmp_path: Path) -> None:

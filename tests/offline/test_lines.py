@@ -3,12 +3,14 @@
 import gzip
 import json
 import os
+import sys
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from headrace.offline.jobs import lines
 from headrace.offline.jobs.errors import WrongFile, WrongLine
 from headrace.offline.jobs.lines import BLOCK, CHAT, URLS, RawLine, check_file, parse_line, read_lines
 
@@ -45,6 +47,57 @@ def test_reading_goes_on_behind_any_line(tmp_path_factory: pytest.TempPathFactor
     before = [each for each in every if each.number <= cut]
     start, number = (before[-1].end, before[-1].number + 1) if before else (0, 1)
     assert before + lines_of(tmp, content, start=start, number=number) == every
+
+
+def rows_of(content: bytes, limit: int) -> list[RawLine]:
+    """What `read_lines` is to find, told without blocks."""
+    found, at = [], 0
+    for number, row in enumerate(content.split(b"\n"), 1):
+        end = min(at + len(row) + 1, len(content))
+        if len(row) > limit or row.strip():
+            found.append(RawLine(number, at, len(row), None if len(row) > limit else row, end))
+        at += len(row) + 1
+    return found
+
+
+@given(content=st.text("\n\n\n\r x", max_size=80).map(str.encode), limit=st.integers(1, 12), block=st.integers(1, 9))
+def test_blank_lines_count_wherever_blocks_end(
+    tmp_path_factory: pytest.TempPathFactory, content: bytes, limit: int, block: int
+) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(lines, "BLOCK", block)
+        found = lines_of(tmp_path_factory.mktemp("l"), content, limit)
+    assert found == rows_of(content, limit)
+
+
+@pytest.mark.parametrize("blank", [b"\n", b" \r\n"])
+def test_blank_lines_are_passed_over_many_at_a_time(tmp_path: Path, blank: bytes) -> None:
+    """Calls of C functions are counted; one for each line would be hundreds of thousands."""
+    calls = 0
+
+    def count(frame: object, event: str, argument: object) -> None:
+        nonlocal calls
+        calls += event == "c_call"
+
+    content = b"first\n" + blank * 500_000 + b"last"
+    sys.setprofile(count)
+    try:
+        found = lines_of(tmp_path, content)
+    finally:
+        sys.setprofile(None)
+    assert [(each.number, each.data) for each in found] == [(1, b"first"), (500_002, b"last")]
+    assert calls < 500
+
+
+def test_nothing_is_read_behind_a_stop(tmp_path: Path) -> None:
+    path = tmp_path / "lines"
+    path.write_bytes(b"one\ntwo\nthree\nfour")
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        for stop, expected in ((0, 0), (3, 0), (4, 1), (9, 2), (14, 3), (100, 4)):
+            assert len(list(read_lines(descriptor, stop=stop))) == expected
+    finally:
+        os.close(descriptor)
 
 
 def test_a_line_over_the_limit_is_passed_over_and_lines_longer_than_a_block_are_whole(tmp_path: Path) -> None:
@@ -129,3 +182,12 @@ def test_a_file_that_is_not_there_or_a_folder(tmp_path: Path) -> None:
         check_file(tmp_path / "none")
     with pytest.raises(WrongFile, match="folder"):
         check_file(tmp_path)
+
+
+def test_a_file_of_too_many_lines(tmp_path: Path) -> None:
+    path = tmp_path / "in"
+    path.write_bytes(b"x\n" * 6)
+    check_file(path)
+    check_file(path, most=6)
+    with pytest.raises(WrongFile, match="more than 5 lines; split it"):
+        check_file(path, most=5)

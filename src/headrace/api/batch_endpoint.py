@@ -2,6 +2,9 @@
 
 import asyncio
 import math
+from collections import deque
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 import xxhash
 
@@ -38,6 +41,7 @@ class BatchEndpoint:
     def __init__(self, state: ServerState, *others: ServerState) -> None:
         self._state = state
         self._workers = (state, *others)
+        self._room = [_Room(_queue_of(worker) // 2) for worker in self._workers]  # the other half is for others
         self._metrics = Metrics(state.model)  # of its own: a batch says nothing of what users wait for
 
     @property
@@ -50,12 +54,23 @@ class BatchEndpoint:
         prepared = await _PREPARE[url](self._state, body)
         if prepared.request.stream:
             raise InvalidRequest("`stream` is not possible in a batch; leave it out", "stream")
-        most = [self._checked(prepared, prompt).max_tokens or 0 for prompt in prepared.prompts]
-        total = sum(most) * prepared.params.n
+        count, most = _sequences(prepared), _queue_of(self._state)
+        if count > most:
+            raise InvalidRequest(
+                f"the line asks for {count} sequences (prompts times n), the engine's queue has room for {most}: "
+                "split it into several lines, or start Headrace with a larger --max-queue",
+                "n" if prepared.params.n > 1 else prepared.param,
+            )
+        limits = [self._checked(prepared, prompt).max_tokens or 0 for prompt in prepared.prompts]
+        total = sum(limits) * prepared.params.n
         return Asked(prepared.prompts, total, _kin(url, prepared, total), prepared)
 
     async def run(self, asked: Asked, share: float, worker: int = 0) -> Answer:
-        """See `Endpoint.run`."""
+        """See `Endpoint.run`; waits while the lines before it have half of the engine's queue."""
+        async with self._room[worker].hold(_sequences(asked.handle)):
+            return await self._run(asked, share, worker)
+
+    async def _run(self, asked: Asked, share: float, worker: int) -> Answer:
         prepared: Prepared = asked.handle
         meter = Meter(self._metrics)
         whole = prepared.whole(meter)
@@ -112,3 +127,48 @@ def _kin(url: str, prepared: Prepared, most: int) -> bytes:
             if message.role in ("system", "developer"):
                 digest.update(encode(message.content))
     return digest.digest()
+
+
+def _sequences(prepared: Prepared) -> int:
+    return len(prepared.prompts) * prepared.params.n
+
+
+def _queue_of(state: ServerState) -> int:
+    return state.engine.scheduler.max_queue
+
+
+class _Room:
+    """Places in an engine's queue for the sequences of a job's lines; who finds none waits for its turn.
+
+    Args:
+        places: there are; a line with more sequences goes alone.
+    """
+
+    def __init__(self, places: int) -> None:
+        self._places = places
+        self._taken = 0
+        self._waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
+
+    @asynccontextmanager
+    async def hold(self, count: int) -> AsyncIterator[None]:
+        """Have so many places within the block."""
+        turn = asyncio.get_running_loop().create_future()
+        self._waiting.append((count, turn))
+        self._let_in()
+        try:
+            await turn
+            yield
+        finally:
+            if not turn.cancelled():
+                self._taken -= count
+            self._let_in()
+
+    def _let_in(self) -> None:
+        while self._waiting:
+            count, turn = self._waiting[0]
+            if not turn.cancelled():  # else its line was given up while it waited
+                if self._taken and self._taken + count > self._places:
+                    return
+                self._taken += count
+                turn.set_result(None)
+            self._waiting.popleft()

@@ -121,13 +121,16 @@ class BatchService:
         return folder
 
     def get(self, batch_id: str) -> JobFolder:
-        """A batch of any server of this `HEADRACE_HOME`; `batch_id` is well formed.
+        """A batch of any server of this `HEADRACE_HOME`, but no job of a command; `batch_id` is well formed.
 
         Raises:
             ApiError: 404, there is none.
         """
         folder = JobFolder(self._state.jobs / batch_id)
-        if not folder.exists:
+        found = folder.exists
+        with suppress(JobError):  # one that cannot be read may be a server's; whoever reads it next tells
+            found = found and folder.spec().origin == "server"
+        if not found:
             raise ApiError(404, f"No batch found: {batch_id}", param="batch_id", code="batch_not_found")
         return folder
 

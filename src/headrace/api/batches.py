@@ -77,11 +77,12 @@ def batch_routes(app: FastAPI, state: ServerState, batches: BatchService) -> Non
 
     @app.get("/v1/batches/{batch_id}")
     async def _batch(batch_id: str) -> Response:
-        return _json(await asyncio.to_thread(told, batches.get(checked(batch_id))))
+        folder = await asyncio.to_thread(batches.get, checked(batch_id))
+        return _json(await asyncio.to_thread(told, folder))
 
     @app.post("/v1/batches/{batch_id}/cancel")
     async def _cancel(batch_id: str) -> Response:
-        folder = batches.get(checked(batch_id))
+        folder = await asyncio.to_thread(batches.get, checked(batch_id))
         await asyncio.to_thread(told, folder)  # or the error of one that cannot be read
         await batches.cancel(folder)
         return _json(await asyncio.to_thread(told, folder))

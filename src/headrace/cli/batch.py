@@ -95,7 +95,15 @@ def run(
 
 
 @batch.command()
-def resume(job: JobId, plot: Plot = None, json: Json = False) -> None:
+def resume(
+    job: JobId,
+    dp: Annotated[
+        int | None,
+        typer.Option(min=1, metavar="N", help="engines that share the rest; default: as many as it was begun with"),
+    ] = None,
+    plot: Plot = None,
+    json: Json = False,
+) -> None:
     """Go on with a job that was interrupted or killed; it runs with the settings it was begun with."""
     from headrace.bench import plot as drawing
     from headrace.offline.jobs.errors import JobError
@@ -110,7 +118,7 @@ def resume(job: JobId, plot: Plot = None, json: Json = False) -> None:
         raise JobError(f"job {folder.id} belongs to a server; it goes on when `headrace serve` runs with its model")
     if state.final:
         raise JobError(f"job {folder.id} is {state.status}; there is nothing to resume")
-    _run(folder, msgspec.convert(spec.config, EngineConfig), spec.workers, json, plot)
+    _run(folder, msgspec.convert(spec.config, EngineConfig), dp or spec.workers, json, plot)
 
 
 @batch.command()

@@ -52,11 +52,13 @@ async def run_job(folder: JobFolder, config: EngineConfig, workers: int = 1) -> 
 
     Raises:
         HeadraceError: the engine cannot start or has ended, or the job cannot go on.
+        JobBusy: another process runs it; no engine was started.
     """
     check(config)
-    journal = folder.journal()
-    order = journal.spec.order
-    journal.close()
+    with folder.lock():
+        journal = folder.journal()
+        order = journal.spec.order
+        journal.close()
     interrupt = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):

@@ -1,6 +1,7 @@
 """The front's end of an engine in another process."""
 
 import asyncio
+import logging
 from collections import deque
 from collections.abc import Callable
 
@@ -10,6 +11,7 @@ import zmq.asyncio
 from headrace.cluster.messages import (
     Abort,
     Failed,
+    FromWorker,
     Hello,
     Loading,
     Pace,
@@ -28,6 +30,8 @@ from headrace.core.events import Delta, EngineInfo, EngineStats
 from headrace.core.request import Request
 
 Progress = Callable[[str, float], None]
+
+log = logging.getLogger(__name__)
 
 
 class Stream:
@@ -205,25 +209,36 @@ class WorkerClient:
                 self.lost(EngineDead("the engine does not answer any more"))
 
     async def _receive(self, ready: "asyncio.Future[None]", progress: Progress | None) -> None:
-        while True:
-            _identity, payload = await self._socket.recv_multipart()
-            match decode_from_worker(payload):
-                case Stepped(deltas, stats):
-                    self._stats = stats
-                    if self._observer is not None:
-                        self._observer(stats)
-                    for delta in deltas:
-                        stream = self._streams.get(delta.request)
-                        if stream is not None:
-                            stream.put(delta)
-                case Hello():
-                    self._send(Start(self._config, self._sharers))
-                case Loading(phase, done):
-                    if progress is not None:
-                        progress(phase, done)
-                case Ready(info):
-                    self._info = info
-                    if not ready.done():
-                        ready.set_result(None)
-                case Failed(error, expected):
-                    self.lost(HeadraceError(error) if expected else EngineDead(f"the engine failed: {error}"))
+        """Take the worker's messages. Where that fails nobody listens to it any more: it is lost, and told to end."""
+        try:
+            while True:
+                _identity, payload = await self._socket.recv_multipart()
+                self._take(decode_from_worker(payload), ready, progress)
+        except Exception as error:
+            log.exception("the engine's messages are read no further")
+            self.lost(EngineDead(f"the engine's messages cannot be read: {type(error).__name__}: {error}"))
+            self._send(Stop())
+
+    def _take(self, message: FromWorker, ready: "asyncio.Future[None]", progress: Progress | None) -> None:
+        match message:
+            case Stepped(deltas, stats):
+                self._stats = stats
+                if self._observer is not None:
+                    self._observer(stats)
+                for delta in deltas:
+                    stream = self._streams.get(delta.request)
+                    if stream is not None:
+                        stream.put(delta)
+            case Hello():
+                self._send(Start(self._config, self._sharers))
+            case Loading(phase, done):
+                if progress is not None:
+                    progress(phase, done)
+            case Ready(info):
+                self._info = info
+                if not ready.done():
+                    ready.set_result(None)
+            case Failed(error, expected):
+                # While it starts, the reason is the user's to mend; later on, its requests may go to another worker.
+                mend = expected and not ready.done()
+                self.lost(HeadraceError(error) if mend else EngineDead(f"the engine failed: {error}"))

@@ -3,6 +3,7 @@
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 
 from headrace.core.errors import ConfigError
 
@@ -40,7 +41,7 @@ def split_machine(workers: int, cpus: Sequence[int] | None = None, devices: str 
     if workers > len(cores):
         raise ConfigError(f"--dp {workers}: there are {len(cores)} cores; give at most as many workers")
     named = os.environ.get("CUDA_VISIBLE_DEVICES") if devices is None else devices
-    names = [str(number) for number in range(workers)] if named is None else [n for n in named.split(",") if n]
+    names = [str(number) for number in range(workers)] if named is None else _visible(named)
     if 0 < len(names) < workers:
         raise ConfigError(f"--dp {workers}: CUDA_VISIBLE_DEVICES names {len(names)} accelerators ({named})")
     size, more = divmod(len(cores), workers)
@@ -50,3 +51,8 @@ def split_machine(workers: int, cpus: Sequence[int] | None = None, devices: str 
         places.append(Place(tuple(cores[begin:end]), names[number] if names else ""))
         begin = end
     return places
+
+
+def _visible(named: str) -> list[str]:
+    """The accelerators of a `CUDA_VISIBLE_DEVICES`; from a negative number on, CUDA hides them."""
+    return [name for name in takewhile(lambda name: not name.startswith("-"), named.split(",")) if name]

@@ -5,6 +5,7 @@ steps, and between the layers of steps that are all offline.
 """
 
 import ctypes
+import logging
 import os
 import signal
 import sys
@@ -29,12 +30,15 @@ from headrace.cluster.messages import (
 )
 from headrace.core.errors import HeadraceError
 from headrace.core.events import Delta, EngineStats
+from headrace.core.request import Request
 from headrace.engine.core import Engine
 
 SEND_HIGH_WATER = 10_000
 #: An idle worker looks this often whether its numbers have changed: the store goes on writing after the last step.
 IDLE_MS = 1000
 PR_SET_PDEATHSIG = 1
+
+log = logging.getLogger(__name__)
 
 
 class Link:
@@ -111,10 +115,7 @@ class Worker:
     def _handle(self, message: ToWorker) -> None:
         match message:
             case Submit(request):
-                try:
-                    self._engine.add(request)
-                except HeadraceError as error:
-                    self._refused.append(Delta(request.id, [], "error", error=str(error)))
+                self._add(request)
             case Abort(requests):
                 for request_id in requests:
                     self._engine.abort(request_id)
@@ -124,6 +125,17 @@ class Worker:
                 raise StopWorker
             case Start():
                 raise HeadraceError("the worker is started already")
+
+    def _add(self, request: Request) -> None:
+        """Queue a request. One that the engine cannot even begin fails alone: passed on, it would end every worker."""
+        try:
+            self._engine.add(request)
+        except HeadraceError as error:
+            self._refused.append(Delta(request.id, [], "error", error=str(error)))
+        except Exception:
+            log.exception("request %s cannot be begun", request.id)
+            said = "the engine failed on this request; the log says why"
+            self._refused.append(Delta(request.id, [], "error", error=said))
 
 
 def serve(address: str, identity: bytes) -> int:

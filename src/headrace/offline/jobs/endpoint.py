@@ -3,6 +3,9 @@
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from headrace.offline.jobs.errors import JobError
+from headrace.offline.jobs.journal import Journal
+
 
 @dataclass(slots=True)
 class Asked:
@@ -86,3 +89,19 @@ class Endpoint(Protocol):
     def refusal(self, error: BaseException) -> Answer:
         """What an HTTP client would have been told."""
         ...
+
+
+def check_model(journal: Journal, endpoint: Endpoint) -> None:
+    """Note the model of a new job; one that was begun must go on with the same.
+
+    Raises:
+        JobError: it is another.
+    """
+    state, loaded = journal.state, endpoint.fingerprint
+    state.fingerprint = state.fingerprint or loaded
+    if state.fingerprint != loaded:
+        raise JobError(
+            f"job {journal.spec.id} was begun with the model of fingerprint {state.fingerprint[:12]}, the one loaded "
+            f"now has {loaded[:12]}, and answers of two models are not mixed: put the first one back, or run the input "
+            "as a new job"
+        )

@@ -1,6 +1,7 @@
 """OpenAI's batch input: one JSON object a line, read without ever holding more than one line and one block."""
 
 import os
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +17,11 @@ URLS = (CHAT, COMPLETIONS)
 BLOCK = 1 << 20
 MAX_CUSTOM_ID = 512
 MAX_LINE = 16 << 20
+#: Lines that a server's batch may have, blank ones too: each may cost a row and an error of a hundred bytes or more.
+MAX_LINES = 10_000_000
 _BOM = b"\xef\xbb\xbf"
+#: What `bytes.strip` leaves.
+_TEXT = re.compile(rb"[^ \t\n\r\x0b\x0c]")
 
 _MAGIC = {
     b"\x1f\x8b": "gzip",
@@ -72,15 +77,16 @@ class _Fields(msgspec.Struct):
 _DECODER = msgspec.json.Decoder(_Fields)
 
 
-def check_file(path: Path, name: str | None = None) -> None:
-    """Refuse what cannot be a file of requests, by its first bytes.
+def check_file(path: Path, name: str | None = None, most: int | None = None) -> None:
+    """Refuse what cannot be a file of requests, by its first bytes and the number of its lines.
 
     Args:
         path: of the file.
         name: what to call it; None: its path.
+        most: lines it may have; None: any number.
 
     Raises:
-        WrongFile: it is not there, empty, compressed or binary.
+        WrongFile: it is not there, empty, compressed or binary, or has more lines.
     """
     name = name or str(path)
     try:
@@ -90,9 +96,11 @@ def check_file(path: Path, name: str | None = None) -> None:
             head = file.read(BLOCK)
             while head and not head.strip() and (more := file.read(BLOCK)):
                 head = more
+            check_head(head, name)
+            if most is not None and _line_ends(file.fileno(), most) > most:
+                raise WrongFile(f"{name} has more than {most:,} lines; split it into several")
     except OSError as error:
         raise WrongFile(f"cannot read {name}: {error.strerror}") from error
-    check_head(head, name)
 
 
 def check_head(head: bytes, name: str) -> None:
@@ -113,35 +121,60 @@ def check_head(head: bytes, name: str) -> None:
         raise WrongFile(f"{name} begins with a JSON array; write one object a line, without brackets around them")
 
 
-def read_lines(descriptor: int, start: int = 0, number: int = 1, limit: int = MAX_LINE) -> Iterator[RawLine]:
+def read_lines(
+    descriptor: int, start: int = 0, number: int = 1, limit: int = MAX_LINE, stop: int | None = None
+) -> Iterator[RawLine]:
     """Lines from byte `start`, which begins line `number`.
 
     At most `limit` bytes and one block are in memory. A mark at the beginning of the file (BOM) is passed over.
+    Nothing from byte `stop` on is read, and a line that goes on there is left out.
     """
     position = offset = start  # of the next block; of the line being gathered
     held = bytearray()
     length = 0  # of the line so far, of which `held` keeps nothing once it is over the limit
+    size = max(1, min(BLOCK, limit))  # no line that is too long lies within one block
     if start == 0 and os.pread(descriptor, len(_BOM), 0) == _BOM:
         position = offset = len(_BOM)
-    while block := os.pread(descriptor, BLOCK, position):
+    while stop is None or position < stop:
+        block = os.pread(descriptor, size if stop is None else min(size, stop - position), position)
+        if not block:
+            break
         begin = 0
         while (end := block.find(b"\n", begin)) >= 0:
             length += end - begin
             data = None if length > limit else bytes(held) + block[begin:end]
-            after = position + end + 1
-            if data is None or data.strip():
-                yield RawLine(number, offset, length, data, after)
-            number, offset, length = number + 1, after, 0
-            held.clear()
             begin = end + 1
+            if data is None or data.strip():
+                yield RawLine(number, offset, length, data, position + begin)
+                more = 0
+            else:
+                more, begin = _blank_lines(block, begin)
+            number, offset, length = number + 1 + more, position + begin, 0
+            held.clear()
         length += len(block) - begin
         if length > limit:
             held.clear()
         else:
             held += block[begin:]
         position += len(block)
-    if length and (length > limit or held.strip()):
+    if length and (stop is None or position < stop) and (length > limit or held.strip()):
         yield RawLine(number, offset, length, None if length > limit else bytes(held), position)
+
+
+def _blank_lines(block: bytes, begin: int) -> tuple[int, int]:
+    """How many lines from `begin` on are blank, and where the next one begins; takes no turn of Python for each."""
+    text = _TEXT.search(block, begin)
+    end = block.rfind(b"\n", begin, text.start() if text else len(block)) + 1
+    return (block.count(b"\n", begin, end), end) if end else (0, begin)
+
+
+def _line_ends(descriptor: int, most: int) -> int:
+    """Line ends of a file; counting stops above `most`."""
+    found = position = 0
+    while found <= most and (block := os.pread(descriptor, BLOCK, position)):
+        found += block.count(b"\n")
+        position += len(block)
+    return found
 
 
 def parse_line(data: bytes | None, urls: tuple[str, ...], limit: int = MAX_LINE) -> BatchLine:

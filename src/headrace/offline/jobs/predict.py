@@ -12,7 +12,7 @@ import numpy as np
 from headrace.core.errors import EngineDead, HeadraceError
 from headrace.offline.jobs.device import JobDevice
 from headrace.offline.jobs.endpoint import Endpoint
-from headrace.offline.jobs.lines import MAX_LINE, RawLine, parse_line, read_lines
+from headrace.offline.jobs.lines import BLOCK, MAX_LINE, RawLine, parse_line, read_lines
 from headrace.offline.planning.lengths import PRIOR_SHARE
 from headrace.perf.density import CostRates
 from headrace.perf.roofline import optimum_seconds
@@ -84,7 +84,8 @@ def _some_lines(path: Path, limit: int) -> tuple[list[RawLine], int]:
         found: dict[int, RawLine] = {}
         for place in range(PLACES):
             start = size * place // PLACES
-            lines: Iterator[RawLine] = read_lines(descriptor, start, 1, limit)
+            # The rest of one line and another; where nothing but blanks comes, no more is looked through.
+            lines: Iterator[RawLine] = read_lines(descriptor, start, 1, limit, start + 2 * limit + BLOCK)
             # But for the first place, the first line is most likely only the end of one.
             for line in islice(lines, 1 if start else 0, LINES_EACH + 1):
                 found.setdefault(line.offset, line)

@@ -53,6 +53,7 @@ class ResultFiles:
         self._bytes = 0
         self._flushing = threading.Lock()
         self._closed = False
+        self._failure: BaseException | None = None
         spec, state = journal.spec, journal.state
         self._output = open_owned(spec.output, spec.id, state.output_bytes, state.output_inode)
         try:
@@ -82,20 +83,32 @@ class ResultFiles:
         self._bytes += len(result.data)
 
     def flush(self) -> None:
-        """Write and commit what was gathered; may run in a thread beside `add`."""
+        """Write and commit what was gathered; may run in a thread beside `add`.
+
+        A flush that failed is the last, and its error everybody's who calls again: the state is ahead of the journal.
+        """
         with self._flushing:
             if self._closed:  # a flush that was still to begin when the job was let go
                 return
-            taken, self._waiting, self._bytes = self._waiting, [], 0
-            self.append(taken)
-            state = self._journal.state
-            for result in taken:
-                state.completed += result.answered
-                state.failed += not result.answered
-                state.prompt_tokens += result.prompt_tokens
-                state.cached_tokens += result.cached_tokens
-                state.output_tokens += result.output_tokens
-            self._journal.commit((ANSWERED if r.answered else FAILED, r.attempts, r.number) for r in taken)
+            if self._failure is not None:
+                raise self._failure
+            try:
+                self._flush()
+            except BaseException as error:
+                self._failure = error
+                raise
+
+    def _flush(self) -> None:
+        taken, self._waiting, self._bytes = self._waiting, [], 0
+        self.append(taken)
+        state = self._journal.state
+        for result in taken:
+            state.completed += result.answered
+            state.failed += not result.answered
+            state.prompt_tokens += result.prompt_tokens
+            state.cached_tokens += result.cached_tokens
+            state.output_tokens += result.output_tokens
+        self._journal.commit((ANSWERED if r.answered else FAILED, r.attempts, r.number) for r in taken)
 
     def append(self, results: list[Result]) -> None:
         """Write results to the device and note the new lengths in the state, without committing it."""

@@ -15,12 +15,12 @@ from headrace.core.errors import EngineDead
 from headrace.core.request import OFFLINE_SHARE
 from headrace.offline.jobs.closing import close_lines
 from headrace.offline.jobs.device import Orders
-from headrace.offline.jobs.endpoint import Endpoint
+from headrace.offline.jobs.endpoint import Endpoint, check_model
 from headrace.offline.jobs.errors import JobError, WrongFile
 from headrace.offline.jobs.folder import JobFolder
 from headrace.offline.jobs.generation import Generation, Lines
 from headrace.offline.jobs.journal import Journal
-from headrace.offline.jobs.lines import MAX_LINE, check_file
+from headrace.offline.jobs.lines import MAX_LINE, MAX_LINES, check_file
 from headrace.offline.jobs.optimum import Optimum
 from headrace.offline.jobs.progress import Pace, Progress
 from headrace.offline.jobs.results import Result, ResultFiles
@@ -161,8 +161,10 @@ class JobRunner:
             state.reason = f"{gone}; lines behind the first {state.total} have no result"
             self._validated(state)
             return
-        check_file(Path(journal.spec.input), "the input file")
-        state.fingerprint = self._endpoint.fingerprint
+        most = MAX_LINES if journal.spec.origin == "server" else None
+        await asyncio.to_thread(check_file, Path(journal.spec.input), "the input file", most)
+        if self._ending is None:
+            check_model(journal, self._endpoint)
 
         def tell() -> None:
             self._look(journal)
@@ -184,15 +186,18 @@ class JobRunner:
         """Run what is pending, in the order of the policy."""
         self._look(journal)
         if self._ending is None:
+            check_model(journal, self._endpoint)
             await self._run_pending(journal, files)
         self._account(journal.state)
+        # Also waits for a flush under way: it commits the state as it finds it, and must not find the ending yet.
+        await asyncio.to_thread(files.flush)
         journal.state.ending = self._ending or "completed"
         journal.state.enter("finalizing", self._clock())
         await asyncio.to_thread(files.flush)
 
     async def _run_pending(self, journal: Journal, files: ResultFiles) -> None:
         columns = await asyncio.to_thread(journal.columns)
-        requests = job_requests(self._folder, journal, columns)
+        requests = await asyncio.to_thread(job_requests, self._folder, journal, columns)
         self.requests, self.lengths = requests, np.zeros(len(requests), np.int32)
         fleet = await asyncio.to_thread(self._orders, requests)
         self._optimum = await asyncio.to_thread(self._make_optimum, requests)

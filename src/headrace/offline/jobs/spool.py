@@ -3,10 +3,12 @@
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
 
+from headrace.offline.jobs.errors import JobError
 from headrace.offline.jobs.folder import JobFolder
 from headrace.offline.jobs.journal import PENDING, Columns, Journal
 from headrace.offline.planning.requests import JobRequests
@@ -51,19 +53,28 @@ def job_requests(folder: JobFolder, journal: Journal, columns: Columns) -> JobRe
 
     In memory are 24 bytes a request and what of the spool is being looked at. A job that is resumed gets a spool of
     what is left.
+
+    Raises:
+        JobError: the spool has not the tokens that the journal counts.
     """
     offsets = np.zeros(len(columns.numbers) + 1, np.int64)
     np.cumsum(columns.prompt, out=offsets[1:])
     if not len(columns.numbers):
         return JobRequests(np.empty(0, np.int32), offsets, columns.most, columns.kinds)
-    tokens: NDArray[np.int32]
-    if int(offsets[-1]) == journal.state.tokens:
-        tokens = np.memmap(folder.spool, np.int32, "r", shape=(journal.state.tokens,))
+    count = int(offsets[-1])
+    if count == journal.state.tokens:
+        tokens = _mapped(folder.spool, count)
     else:
         _write_rest(folder, journal)
-        tokens = np.memmap(folder.rest, np.int32, "r", shape=(int(offsets[-1]),))
+        tokens = _mapped(folder.rest, count)
     _, kinds = np.unique(columns.kinds, return_inverse=True)
     return JobRequests(tokens, offsets, columns.most, kinds.astype(np.int32))
+
+
+def _mapped(path: Path, tokens: int) -> NDArray[np.int32]:
+    if path.stat().st_size < tokens * _ITEM:
+        raise _too_short(path)
+    return np.memmap(path, np.int32, "r", shape=(tokens,))
 
 
 def _write_rest(folder: JobFolder, journal: Journal) -> None:
@@ -72,16 +83,23 @@ def _write_rest(folder: JobFolder, journal: Journal) -> None:
         begin = end = 0
         for prompt, state in journal.prompts():
             if state != PENDING:
-                _copy(spool.fileno(), rest.fileno(), begin, end)
+                _copy(spool, rest, begin, end)
                 begin = end + prompt
             end += prompt
-        _copy(spool.fileno(), rest.fileno(), begin, end)
+        _copy(spool, rest, begin, end)
 
 
-def _copy(source: int, target: int, begin: int, end: int) -> None:
+def _copy(source: BinaryIO, target: BinaryIO, begin: int, end: int) -> None:
     while begin < end:
-        block = os.pread(source, min(end - begin, COPY_TOKENS) * _ITEM, begin * _ITEM)
-        if not block:
-            raise OSError("the spool of prompts is shorter than the journal says")
-        os.write(target, block)
-        begin += len(block) // _ITEM
+        block = os.pread(source.fileno(), min(end - begin, COPY_TOKENS) * _ITEM, begin * _ITEM)
+        tokens = len(block) // _ITEM
+        if not tokens:
+            raise _too_short(Path(source.name))
+        view = memoryview(block)[: tokens * _ITEM]
+        while view:
+            view = view[os.write(target.fileno(), view) :]
+        begin += tokens
+
+
+def _too_short(path: Path) -> JobError:
+    return JobError(f"{path} has fewer tokens than the job's journal says; run the input as a new job")

@@ -65,8 +65,13 @@ class Validation:
         except OSError as error:
             raise JobError(f"cannot read {self._journal.spec.input}: {error.strerror}") from error
         spool = SpoolWriter(self._folder.spool, state.tokens)
+        groups = windows(read_lines(descriptor, state.scanned, state.next_line, self._limit))
+
+        def read() -> list[RawLine]:
+            return next(groups, [])
+
         try:
-            for window in windows(read_lines(descriptor, state.scanned, state.next_line, self._limit)):
+            while window := await asyncio.to_thread(read):
                 begun = time.perf_counter()
                 await self._window(window, spool)
                 tell()
