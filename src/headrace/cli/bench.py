@@ -16,6 +16,7 @@ from headrace.cli.bench_client import bench_serve
 from headrace.cli.bench_long_doc_qa import bench_long_doc_qa
 from headrace.cli.bench_parity import bench_parity
 from headrace.cli.bench_pipeline import bench_pipeline
+from headrace.cli.bench_planning import bench_planning
 from headrace.cli.bench_restore import bench_restore
 from headrace.cli.bench_reuse import bench_reuse
 from headrace.cli.bench_store import bench_store
@@ -39,6 +40,7 @@ bench.command("batch-orders", cls=Command)(bench_batch_orders)
 bench.command("batch-dp", cls=Command)(bench_batch_dp)
 bench.command("blend-sim", cls=Command)(bench_blend_sim)
 bench.command("pipeline", cls=Command)(bench_pipeline)
+bench.command("planning", cls=Command)(bench_planning)
 
 Plot = Annotated[Path | None, typer.Option("--plot", metavar="FILE", help="draw the result (needs headrace[plot])")]
 Rounds = Annotated[int, typer.Option(min=1, help="repetitions; medians are reported")]
