@@ -18,13 +18,12 @@ from typing import Any
 import torch
 
 from headrace.bench import batch_mixes, batch_orders, gpu_parity, gpu_records, gpu_speed, parity, pipeline
-from headrace.bench.local_engine import LocalEngine
+from headrace.bench.local_engine import LocalEngine, with_pool_of
 from headrace.bench.parity_prompts import random_prompts
 from headrace.bench.random_decoder import LLAMA_8B, layers_that_fit
 from headrace.bench.report import report
 from headrace.bench.tiny_models import VOCABULARY, save
 from headrace.core.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig, StoreConfig
-from headrace.perf.model_config import shape_of_folder
 
 #: Rotary, sliding windows, soft-caps, learned positions, experts.
 FAMILIES = ("llama", "mistral", "gemma2", "opt", "qwen3-moe")
@@ -169,16 +168,13 @@ def engine_rates(folder: Path, device: str, vocabulary: int, sequences: int = 64
 def order_rates(folder: Path, device: str, vocabulary: int, mix: str = "even", rounds: int = 2) -> dict[str, Any]:
     """Seconds of an offline job depth first and blended, with decode and prompt rows side by side and without."""
     found: dict[str, Any] = {}
-    token_bytes = shape_of_folder(folder, "bfloat16").kv_bytes_per_token
     for overlap in (False, True):
-        engine = LocalEngine(
-            EngineConfig(
-                model=ModelConfig(model=str(folder), device=device, dtype="bfloat16", overlap=overlap),
-                cache=CacheConfig(kv_memory=8064 * token_bytes),
-                scheduler=SchedulerConfig(max_num_seqs=64, max_num_batched_tokens=512),
-                store=StoreConfig(store=False),
-            )
+        config = EngineConfig(
+            model=ModelConfig(model=str(folder), device=device, dtype="bfloat16", overlap=overlap),
+            scheduler=SchedulerConfig(max_num_seqs=64, max_num_batched_tokens=512),
+            store=StoreConfig(store=False),
         )
+        engine = LocalEngine(with_pool_of(config, 8064))
         name = "overlap" if overlap else "plain"
         job = batch_mixes.make_job(mix, vocab_size=min(40_000, vocabulary))
         runs = batch_orders.measure(engine, job, ("dfs", "blend"), rounds=rounds, salt=name, exact=False)

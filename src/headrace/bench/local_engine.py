@@ -188,7 +188,8 @@ def with_pool_of(config: EngineConfig, tokens: int) -> EngineConfig:
     """The configuration with a KV pool of so many tokens of its model, unless it sets the pool's size itself."""
     if config.cache.kv_memory:
         return config
-    dtype = config.cache.kv_dtype if config.cache.kv_dtype != "auto" else "float32"
+    named = [name for name in (config.cache.kv_dtype, config.model.dtype) if name != "auto"]
+    dtype = named[0] if named else "float32"
     return with_cache(config, kv_memory=tokens * shape_of_folder(model_folder(config), dtype).kv_bytes_per_token)
 
 

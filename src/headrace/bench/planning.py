@@ -6,7 +6,6 @@ Prompts come in groups that share half of their tokens, in random order, with li
 
 import json
 import os
-import resource
 import subprocess
 import sys
 import time
@@ -18,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from headrace.bench.local_engine import peak_rss_mb
 from headrace.bench.progress import progress
 from headrace.core.errors import HeadraceError
 from headrace.offline.jobs.lines import COMPLETIONS
@@ -119,11 +119,10 @@ def _plan(path: Path) -> Planned:
     given = read_plan_input(path, lambda: Tokenizer.load(path.parent))  # prompts are ids: no text comes
     read = time.perf_counter()
     admission = make_admission("blend", given.requests, profile, shape, _KV_TOKENS, max_seqs=256, step_tokens=2048)
-    assert admission.admit()
+    admission.admit()
     ended = time.perf_counter()
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e6
-    size = path.stat().st_size / 1e6
-    return Planned(len(given.ids), round(size, 1), round(read - begun, 2), round(ended - read, 2), round(peak, 1))
+    size = round(path.stat().st_size / 1e6, 1)
+    return Planned(len(given.ids), size, round(read - begun, 2), round(ended - read, 2), round(peak_rss_mb(), 1))
 
 
 if __name__ == "__main__":

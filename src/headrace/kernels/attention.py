@@ -222,6 +222,8 @@ def backend_for(device: str, *, threads: int = 0, name: str = "auto") -> Attenti
     kind = device.split(":")[0]
     if kind not in ("cpu", "cuda"):
         raise ConfigError(f"device '{device}' has no attention kernel; use 'cpu' or 'cuda'")
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(f"device '{device}' needs a CUDA build of torch and a GPU; found none, use --device cpu")
     if name == "auto":
         name = "numba" if kind == "cpu" else "cuda"
     if name == "numba" and kind == "cpu":
@@ -231,8 +233,6 @@ def backend_for(device: str, *, threads: int = 0, name: str = "auto") -> Attenti
     if name == "torch":
         from headrace.kernels.torch_attention import TorchAttention
 
-        if kind == "cuda" and not torch.cuda.is_available():
-            raise ConfigError(f"device '{device}' needs a CUDA build of torch and a GPU; found none, use --device cpu")
         return TorchAttention(device)
     if name in ("cuda", "flashinfer") and kind == "cuda":
         from headrace.kernels.cuda import cuda_backend
