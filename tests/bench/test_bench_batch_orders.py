@@ -10,7 +10,7 @@ import pytest
 from headrace.bench import batch_mixes
 from headrace.bench.batch_mixes import MIXES, Mix, make_job
 from headrace.bench.batch_orders import measure
-from headrace.bench.local_engine import LocalEngine, with_cache
+from headrace.bench.local_engine import LocalEngine, with_cache, with_pool_of
 from headrace.core.config import EngineConfig, ModelConfig, StoreConfig
 from headrace.core.errors import ConfigError
 from headrace.perf.profile import load_or_default
@@ -34,6 +34,17 @@ def test_a_mix_is_the_same_each_time_and_hides_the_lengths(mix: str) -> None:
     assert [item.prompt for item in make_job(mix, seed=1).items] != [item.prompt for item in job.items]
     for number in (0, len(job.items) - 1):
         assert job.requests.prompt(number).tolist() == job.items[number].prompt
+
+
+def test_a_pool_of_so_many_tokens_goes_by_their_type(tiny: Path) -> None:
+    def nbytes(dtype: str, kv_dtype: str) -> int:
+        config = EngineConfig(model=ModelConfig(model=str(tiny), dtype=dtype))
+        return with_pool_of(with_cache(config, kv_dtype=kv_dtype), 100).cache.kv_memory
+
+    whole = nbytes("auto", "auto")
+    assert whole == nbytes("float32", "auto") == nbytes("bfloat16", "float32") > 0
+    assert 2 * nbytes("bfloat16", "auto") == 2 * nbytes("float32", "float16") == whole
+    assert with_pool_of(with_cache(EngineConfig(), kv_memory=7), 100).cache.kv_memory == 7
 
 
 def test_an_unknown_mix_is_refused() -> None:
