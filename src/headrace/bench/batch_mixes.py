@@ -40,11 +40,11 @@ class Mix:
     reply: tuple[int, int]
 
 
-#: Prefix-heavy, even and reply-heavy jobs.
+#: Prefix-heavy, even and reply-heavy jobs: 400 requests each, the prefixes together larger than a pool of 8,064 tokens.
 MIXES = {
-    "prefixes": Mix(40, 8, (220, 300), (12, 24), (1, 6), 90, (20, 40), (32, 64)),
-    "even": Mix(38, 6, (220, 300), (12, 24), (1, 6), 180, (20, 40), (24, 56)),
-    "replies": Mix(40, 4, (220, 300), (12, 24), (1, 6), 250, (20, 40), (16, 48)),
+    "prefixes": Mix(42, 8, (180, 240), (10, 20), (1, 6), 64, (20, 40), (32, 60)),
+    "even": Mix(40, 6, (180, 240), (10, 20), (1, 6), 160, (20, 40), (20, 42)),
+    "replies": Mix(48, 4, (180, 230), (10, 20), (1, 6), 208, (20, 40), (14, 38)),
 }
 
 
