@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import tiny_chat_model
 from cli_runs import environment, headrace
@@ -229,6 +230,25 @@ def test_two_engines_share_a_job_and_their_steps_are_drawn(model: str, home: Pat
     assert set(record["worker"]) == {0.0, 1.0}
     assert record["outputs"].sum() == 24 * 8
     assert (record["step_s"] > record["attention_s"]).all()
+
+
+def test_what_a_hung_engine_had_goes_to_the_other(home: Path, model: str) -> None:
+    lines = [request(f"r{i}", f"question {i}", ignore_eos=True, max_tokens=200) for i in range(400)]
+    source, out = home / "in.jsonl", home / "out.jsonl"
+    source.write_text("\n".join(lines))
+    command = [sys.executable, "-m", "headrace.cli", "batch", "run", str(source), "-o", str(out), "--model", model]
+    words = [*command, *ENGINE, "--dp", "2", "--step-timeout", "5s"]
+    process = subprocess.Popen(words, stderr=subprocess.PIPE, text=True, env=environment(home))
+    while not (jobs := list_jobs(home / "jobs")) or not jobs[0].state().completed:
+        assert process.poll() is None
+        time.sleep(0.01)
+    engines = [each for each in psutil.Process(process.pid).children() if "headrace.cluster.worker" in each.cmdline()]
+    assert len(engines) == 2
+    engines[0].suspend()
+    _, said = process.communicate(timeout=110)
+    assert process.returncode == 0, said
+    assert sorted(row["custom_id"] for row in rows(out)) == sorted(f"r{i}" for i in range(400))
+    assert "no step for 5 s" in said
 
 
 def test_more_engines_than_cores_are_refused(tmp_path: Path, model: str) -> None:

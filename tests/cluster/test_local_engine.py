@@ -15,7 +15,7 @@ import pytest
 
 from headrace.bench.tiny_models import save
 from headrace.cluster.local import LocalEngine, launch
-from headrace.core.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig, StoreConfig
+from headrace.core.config import MIN_STEP_TIMEOUT, CacheConfig, EngineConfig, ModelConfig, SchedulerConfig, StoreConfig
 from headrace.core.errors import EngineDead, HeadraceError, QueueFull
 from headrace.core.events import Delta
 from headrace.core.request import Request
@@ -151,6 +151,25 @@ def test_when_the_engine_is_killed_readers_are_told(config: EngineConfig) -> Non
                 await collect_rest(reader)
             with pytest.raises(EngineDead):
                 client.submit(request("later"))
+        finally:
+            await client.close()
+
+    asyncio.run(scenario())
+
+
+def test_an_engine_whose_step_does_not_end_is_ended(config: EngineConfig) -> None:
+    async def scenario() -> None:
+        impatient = replace(config, scheduler=replace(config.scheduler, step_timeout=MIN_STEP_TIMEOUT))
+        client = await launch(impatient)
+        try:
+            reader = client.submit(request("r", 4000))
+            await anext(reader)
+            process = psutil.Process(client.pid)
+            process.suspend()
+            with pytest.raises(EngineDead, match="no step"):
+                await asyncio.wait_for(collect_rest(reader), 60)
+            await asyncio.to_thread(psutil.wait_procs, [process], 20)
+            assert not process.is_running()
         finally:
             await client.close()
 

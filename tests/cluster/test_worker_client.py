@@ -12,7 +12,7 @@ import zmq.asyncio
 
 from headrace.cluster.client import WorkerClient
 from headrace.cluster.messages import Failed, Hello, Ready, Start, Stepped, Stop, Submit, decode_to_worker, encode
-from headrace.core.config import EngineConfig
+from headrace.core.config import EngineConfig, SchedulerConfig
 from headrace.core.errors import EngineDead, HeadraceError
 from headrace.core.events import EngineInfo, EngineStats
 from headrace.core.request import Request
@@ -26,7 +26,7 @@ INFO = EngineInfo(
 
 
 @asynccontextmanager
-async def connected() -> AsyncIterator[tuple[WorkerClient, zmq.asyncio.Socket]]:
+async def connected(config: EngineConfig = EngineConfig()) -> AsyncIterator[tuple[WorkerClient, zmq.asyncio.Socket]]:
     """A client and its worker's end of the socket."""
     context = zmq.asyncio.Context.instance()
     front, worker = context.socket(zmq.ROUTER), context.socket(zmq.DEALER)
@@ -34,7 +34,7 @@ async def connected() -> AsyncIterator[tuple[WorkerClient, zmq.asyncio.Socket]]:
     address = f"inproc://{uuid.uuid4()}"
     front.bind(address)
     worker.connect(address)
-    client = WorkerClient(front, NAME, EngineConfig())
+    client = WorkerClient(front, NAME, config)
     try:
         yield client, worker
     finally:
@@ -43,9 +43,9 @@ async def connected() -> AsyncIterator[tuple[WorkerClient, zmq.asyncio.Socket]]:
 
 
 @asynccontextmanager
-async def ready() -> AsyncIterator[tuple[WorkerClient, zmq.asyncio.Socket]]:
+async def ready(config: EngineConfig = EngineConfig()) -> AsyncIterator[tuple[WorkerClient, zmq.asyncio.Socket]]:
     """The same, and the worker has said that it is ready."""
-    async with connected() as (client, worker):
+    async with connected(config) as (client, worker):
         starting = asyncio.create_task(client.start())
         await worker.send(encode(Hello(os.getpid())))
         assert isinstance(decode_to_worker(await worker.recv()), Start)
@@ -109,5 +109,22 @@ def test_why_an_engine_cannot_start_is_told_as_it_says_it() -> None:
             with pytest.raises(HeadraceError, match=r"^no such model$") as caught:
                 await client.start()
             assert not isinstance(caught.value, EngineDead)
+
+    asyncio.run(scenario())
+
+
+def test_an_engine_that_is_silent_for_too_long_is_given_up() -> None:
+    async def scenario() -> None:
+        impatient = EngineConfig(scheduler=SchedulerConfig(step_timeout=0.5))
+        async with ready(impatient) as (client, worker):
+            await asyncio.sleep(0.8)  # it has nothing to do, and may be silent
+            reader = client.submit(request("r"))
+            for _ in range(8):  # longer than its time: it says that it is at work
+                await asyncio.sleep(0.1)
+                await worker.send(encode(Stepped([], EngineStats())))
+            assert client.dead is None
+            with pytest.raises(EngineDead, match=r"0\.5 s \(--step-timeout\)"):
+                await asyncio.wait_for(anext(reader), 20)
+            assert client.dead is not None
 
     asyncio.run(scenario())

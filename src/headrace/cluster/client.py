@@ -31,6 +31,10 @@ from headrace.core.request import Request
 
 Progress = Callable[[str, float], None]
 
+#: The time that an engine may be silent is waited for in so many parts: what stops this process too (a suspended
+#: machine, a debugger) makes one of them longer, not the engine silent.
+PATIENCE = 10
+
 log = logging.getLogger(__name__)
 
 
@@ -112,6 +116,8 @@ class WorkerClient:
         self._sending: asyncio.Task[None] | None = None
         self._receiver: asyncio.Task[None] | None = None
         self._ready: asyncio.Future[None] | None = None
+        self._heard = False
+        self._guard: asyncio.Task[None] | None = None
 
     @property
     def info(self) -> EngineInfo:
@@ -135,6 +141,8 @@ class WorkerClient:
         self._ready = asyncio.get_running_loop().create_future()
         self._receiver = asyncio.create_task(self._receive(self._ready, progress))
         await self._ready
+        if self._config.scheduler.step_timeout:
+            self._guard = asyncio.create_task(self._watch_for_silence(self._config.scheduler.step_timeout))
 
     def lost(self, error: HeadraceError) -> None:
         """The worker is gone: every stream fails."""
@@ -144,6 +152,10 @@ class WorkerClient:
             self._ready.set_exception(self._dead)
         for stream in self._streams.values():
             stream.fail(self._dead)
+
+    def hung(self, error: EngineDead) -> None:
+        """The worker has been silent for too long: it is lost, and whoever can ends it."""
+        self.lost(error)
 
     def observe(self, observer: Callable[[EngineStats], None] | None) -> None:
         """Have the counters told after every step that brought something; None: no more."""
@@ -187,9 +199,10 @@ class WorkerClient:
             self.lost(EngineDead("the engine was closed"))
         if self._sending is not None:
             await self._sending
-        if self._receiver is not None:
-            self._receiver.cancel()
-            await asyncio.gather(self._receiver, return_exceptions=True)
+        for task in (self._guard, self._receiver):
+            if task is not None:
+                task.cancel()
+                await asyncio.gather(task, return_exceptions=True)
         self._socket.close(linger=500)
 
     def _send(self, message: ToWorker) -> None:
@@ -219,7 +232,19 @@ class WorkerClient:
             self.lost(EngineDead(f"the engine's messages cannot be read: {type(error).__name__}: {error}"))
             self._send(Stop())
 
+    async def _watch_for_silence(self, seconds: float) -> None:
+        """Give the engine up when it has requests and says nothing for so long."""
+        silent = 0
+        while self._dead is None:
+            self._heard = False
+            await asyncio.sleep(seconds / PATIENCE)
+            silent = 0 if self._heard or not self._streams else silent + 1
+            if silent == PATIENCE:
+                log.error("the engine is given up: it has requests and ended no step for %g s", seconds)
+                self.hung(EngineDead(f"the engine ended no step for {seconds:g} s (--step-timeout)"))
+
     def _take(self, message: FromWorker, ready: "asyncio.Future[None]", progress: Progress | None) -> None:
+        self._heard = True
         match message:
             case Stepped(deltas, stats):
                 self._stats = stats

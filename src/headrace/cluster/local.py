@@ -49,6 +49,11 @@ class LocalEngine(WorkerClient):
         """The worker's process id."""
         return self._process.pid
 
+    def hung(self, error: EngineDead) -> None:
+        """See `WorkerClient.hung`: a step that does not end heeds no message."""
+        super().hung(error)
+        self._process.kill()
+
     async def close(self) -> None:
         """End the worker: ask, then insist."""
         await super().close()

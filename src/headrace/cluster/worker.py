@@ -9,6 +9,7 @@ import logging
 import os
 import signal
 import sys
+import time
 
 import zmq
 
@@ -36,6 +37,8 @@ from headrace.engine.core import Engine
 SEND_HIGH_WATER = 10_000
 #: An idle worker looks this often whether its numbers have changed: the store goes on writing after the last step.
 IDLE_MS = 1000
+#: A worker whose steps bring nothing to tell (the parts of a long prompt) says this often that they end.
+BEAT_SECONDS = 1.0
 PR_SET_PDEATHSIG = 1
 
 log = logging.getLogger(__name__)
@@ -73,13 +76,14 @@ class StopWorker(Exception):
 
 
 class Worker:
-    """Feeds an engine from the link and reports each step; while idle, what changes without one."""
+    """Feeds an engine from the link and reports each step that brings something; what changes while idle; that it is alive."""
 
     def __init__(self, link: Link, engine: Engine) -> None:
         self._link = link
         self._engine = engine
         self._refused: list[Delta] = []
         self._told: EngineStats | None = None
+        self._told_at = 0.0
 
     def run(self) -> None:
         """Serve until `StopWorker`."""
@@ -88,7 +92,7 @@ class Worker:
             idle = engine.idle and not self._refused
             self._drain(wait=idle)
             deltas = engine.step(self._interrupt)
-            if deltas or self._refused:
+            if deltas or self._refused or (not idle and time.monotonic() - self._told_at > BEAT_SECONDS):
                 deltas += self._refused
                 self._refused = []
                 self._report(deltas, engine.stats())
@@ -98,7 +102,7 @@ class Worker:
                     self._report([], stats)
 
     def _report(self, deltas: list[Delta], stats: EngineStats) -> None:
-        self._told = stats
+        self._told, self._told_at = stats, time.monotonic()
         self._link.send(Stepped(deltas, stats))
 
     def _interrupt(self) -> bool:

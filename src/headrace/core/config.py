@@ -5,6 +5,9 @@ from typing import Any
 
 from headrace.core.errors import ConfigError
 
+#: Seconds: an engine says once a second that its steps end, and a slow step must not look like the end of them.
+MIN_STEP_TIMEOUT = 5.0
+
 
 def option(default: Any, help: str, **extra: Any) -> Any:
     """A configuration field with its help text; `extra` may hold `choices`, `flag`, `bytes=True` or `seconds=True`."""
@@ -48,6 +51,9 @@ class SchedulerConfig:
     max_queue: int = option(1024, "requests that may be in flight in the engine; more are refused with 429")
     itl_target: float = option(0.0, "aim at this time between tokens, e.g. 150ms; 0: throughput first", seconds=True)
     pipeline_depth: int = option(1, "step plans outstanding at once (micro-batches in flight over spans)")
+    step_timeout: float = option(
+        300.0, "give an engine up that has requests and ends no step for this long; 0: never", seconds=True
+    )
 
 
 @dataclass(frozen=True)
@@ -135,6 +141,9 @@ def check(config: EngineConfig) -> None:
     for name in ("max_num_seqs", "max_num_batched_tokens", "max_queue", "pipeline_depth"):
         _at_least(1, name, getattr(limits, name))
     _at_least(0, "itl_target", limits.itl_target)
+    if limits.step_timeout and limits.step_timeout < MIN_STEP_TIMEOUT:
+        least = f"0 (never) or at least {MIN_STEP_TIMEOUT:g}s"
+        raise ConfigError(f"--step-timeout must be {least}, got {limits.step_timeout:g}s")
     _at_least(0, "threads", config.model.threads)
     _at_least(0, "kv_memory", config.cache.kv_memory)
     _at_least(0, "max_model_len", config.model.max_model_len)
