@@ -13,6 +13,8 @@ from openai.types import Batch
 from served import Served, serve_parrot
 
 from headrace.api import batch_making, batch_service
+from headrace.api.batch_queue import BatchQueue, Waiting
+from headrace.offline.jobs.folder import JobFolder
 
 LINE = jsonl(chat_line("a", "la"))
 
@@ -116,3 +118,19 @@ def test_inputs_are_looked_at_one_after_another(served: Served, monkeypatch: pyt
         answers = list(pool.map(lambda _: http.post("/v1/batches", json=body).status_code, range(16)))
     assert answers == [200] * 16
     assert most == 1
+
+
+def test_one_that_cannot_run_drives_nobody_out(tmp_path: Path) -> None:
+    queue = BatchQueue()
+    queue.running = Waiting("a", 2000.0, 100.0, JobFolder(tmp_path / "a"))
+    urgent = Waiting("b", 1000.0, 100.0, JobFolder(tmp_path / "b"))
+    for each in (queue.running, urgent):
+        queue.add(each)
+    assert queue.gives_way(now=850.0)
+    assert queue.next(0.0) is urgent
+    urgent.not_before = 10.0
+    assert not queue.gives_way(now=850.0)
+    urgent.not_before, urgent.served = 0.0, False
+    assert not queue.gives_way(now=850.0)
+    assert queue.next(0.0) is queue.running
+    assert set(queue.ends(now=850.0)) == {"a"}

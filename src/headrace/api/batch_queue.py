@@ -14,7 +14,7 @@ class Waiting(Turn):
     Attributes:
         folder: of the job.
         served: it is of the model that runs here; one of another model is only ended, by a request or by its window.
-        not_before: on the loop's clock, when to try it again.
+        not_before: on the loop's clock, when to try it again; 0 while it has never failed.
     """
 
     folder: JobFolder
@@ -53,20 +53,20 @@ class BatchQueue:
 
     def next(self, loop_time: float) -> Waiting | None:
         """The one to run; None where none may be tried yet."""
-        ready = self._ready(loop_time)
+        ready = [each for each in self._waiting.values() if each.served and each.not_before <= loop_time]
         return min(ready, key=lambda each: (each.due, each.id), default=None)
 
     def next_try(self) -> float | None:
         """On the loop's clock, when one may be tried again; None where there is none."""
         return min((each.not_before for each in self._waiting.values() if each.served), default=None)
 
-    def gives_way(self, loop_time: float, now: float) -> bool:
-        """Whether the running one should let another go first."""
+    def gives_way(self, now: float) -> bool:
+        """Whether the running one should let another go first; one that could not run before drives nobody out."""
         running = self.running
         if running is None:
             return False
-        ready = [each for each in self._ready(loop_time) if each is not running]
-        return in_turn([running, *ready], running, now)[0] is not running
+        fresh = [each for each in self.idle if each.served and not each.not_before]
+        return in_turn([running, *fresh], running, now)[0] is not running
 
     def ends(self, now: float, coming: Waiting | None = None) -> dict[str, float]:
         """When each is expected to end, seconds since the epoch, as far as that is known.
@@ -79,6 +79,3 @@ class BatchQueue:
         if coming is not None:
             batches.append(coming)
         return ends_of(in_turn(batches, self.running, now), now)
-
-    def _ready(self, loop_time: float) -> list[Waiting]:
-        return [each for each in self._waiting.values() if each.served and each.not_before <= loop_time]

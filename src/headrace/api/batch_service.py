@@ -186,7 +186,7 @@ class BatchService:
 
     def _give_way(self) -> None:
         """Let go of the running batch where another would end too late behind it; it goes on afterwards."""
-        if self._runner is not None and self._queue.gives_way(asyncio.get_running_loop().time(), self._clock()):
+        if self._runner is not None and self._queue.gives_way(self._clock()):
             self._runner.stop()
 
     async def _tend(self) -> None:
@@ -195,6 +195,8 @@ class BatchService:
         while not self._stopping.is_set():
             try:
                 for batch in await asyncio.to_thread(self._over, self._queue.idle):
+                    if self._stopping.is_set():
+                        break
                     await self._end(batch)
                 self._give_way()
                 if time.monotonic() - swept >= SWEEP_S:

@@ -192,7 +192,7 @@ class FileStore:
             results: ids of files that batches write, which have none before they end.
         """
         for path in self.folder.glob("file-*.data"):
-            with suppress(FileNotFoundError):  # deleted meanwhile
+            with suppress(OSError):  # deleted meanwhile, or not ours
                 described = path.stem in results or self._info_path(path.stem).exists()
                 if not described and self._stale(path.stat()):
                     path.unlink()
