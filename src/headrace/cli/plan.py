@@ -80,9 +80,7 @@ def plan(
     _check_fits(given, expected, target)
     begun = time.perf_counter()
     with progress("planning", len(orders)) as advance:
-        result = make_plan(
-            given.requests, expected, target, orders, seed, known=lengths is not None, advance=lambda name: advance(1)
-        )
+        result = make_plan(given.requests, expected, target, orders, seed, known=lengths is not None, advance=advance)
     seconds = time.perf_counter() - begun
     if output is not None:
         _write(given, np.asarray(result.runs["blend"].order), requests, output)
@@ -177,7 +175,7 @@ def _write(given: "PlanInput", order: Any, source: Path, target: Path) -> None:
 def _report(
     result: "Plan", given: "PlanInput", target: "Target", times: dict[str, float], output: Path | None, json: bool
 ) -> None:
-    from headrace.offline.plan_report import edges
+    from headrace.offline.plan_groups import edges
 
     profile = target.profile
     about = {
@@ -227,7 +225,7 @@ def _report(
 
 
 def _histogram(result: "Plan") -> list[list[str]]:
-    from headrace.offline.plan_report import edges
+    from headrace.offline.plan_groups import edges
 
     counts = [sum(column) for column in zip(*(group.histogram for group in result.groups))]
     names = [f"below {edges()[0]:g}", *(f"from {edge:g}" for edge in edges())]
