@@ -40,7 +40,7 @@ def test_only_the_largest_groups_are_simulated() -> None:
 
 
 def test_a_sample_stands_for_a_large_group(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("headrace.offline.plan_groups._REQUESTS", 1000)
+    monkeypatch.setattr("headrace.offline.plan_groups._REQUESTS", 2000)
     whole = workload([0] * 4800 + [1] * 8, 8, 512, 4)
     runs = {order: whole.run(order) for order in ("dfs", "random")}
     sampled = predict_groups(whole, groups_of(whole), runs)[0]
@@ -50,7 +50,7 @@ def test_a_sample_stands_for_a_large_group(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_a_group_of_long_prompts_is_sampled_by_its_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("headrace.offline.plan_groups._TOKENS", 3000)
+    monkeypatch.setattr("headrace.offline.plan_groups._TOKENS", 6000)
     whole = workload([0] * 200 + [1], 2, 50, 42)
     sampled = predict_groups(whole, groups_of(whole), {"dfs": whole.run("dfs")})[0]
     assert sampled.simulated == 24

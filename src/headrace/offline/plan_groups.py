@@ -13,8 +13,8 @@ from headrace.perf.roofline import optimum_seconds
 
 #: Groups that are simulated: the largest, by the work in them.
 MOST_GROUPS = 10
-#: Of each at most so many requests (or eight times what runs at once), with so many tokens.
-_REQUESTS, _TOKENS = 4000, 8_000_000
+#: Of all groups together at most so many requests and tokens, or this part of the job's where that is more.
+_REQUESTS, _TOKENS, _PART = 8000, 8_000_000, 1 / 8
 #: Runs of neighbours that a sample consists of.
 _STRETCHES = 8
 #: Edges of the density histogram, powers of two.
@@ -61,6 +61,11 @@ class Group:
     orders: Mapping[str, Predicted] = field(default_factory=dict)
 
     @property
+    def tokens(self) -> int:
+        """Of prompts and outputs."""
+        return self.prompt_tokens + self.output_tokens
+
+    @property
     def density(self) -> float:
         """Compute over memory, sharing counted."""
         return density(self.compute_s, self.memory_s)
@@ -104,10 +109,11 @@ def predict_groups(
 ) -> list[Group]:
     """The groups with what the largest of them take alone in each order.
 
-    A group is simulated as a job of its own. Of a large one a sample is: neighbours in the order of their tokens, so
-    that what they share is kept; the group's seconds are then its optimum over the sample's share of its own. Two
-    things are not the same in a sample: its beginning and end, when the engine is not full, weigh more, and its
-    prefixes are fewer: orders that do not follow them lose fewer of them from the pool.
+    A group is simulated as a job of its own. Of a large one only a sample is, so that all groups together take no
+    longer than a part of the job: neighbours in the order of their tokens, which keeps what they share; the group's
+    seconds are then its optimum over the sample's share of its own. Two things are not the same in a sample: its
+    beginning and end, when the engine is not full, weigh more, and its prefixes are fewer, so that orders which do not
+    follow them lose fewer of them from the pool.
 
     Args:
         workload: the whole job.
@@ -117,18 +123,23 @@ def predict_groups(
         known: see `Workload.run`.
         advance: told after each group.
     """
+    count = min(MOST_GROUPS, len(groups))
+    requests = max(_REQUESTS, _PART * len(workload.requests)) / count
+    tokens = max(_TOKENS, _PART * sum(group.tokens for group in groups)) / count
     found = []
     for group in groups[:MOST_GROUPS]:
-        found.append(_predicted(workload, group, runs, seed, known))
+        alone = _sample(workload, group, requests, tokens)
+        found.append(_predicted(workload, group, alone, runs, seed, known))
         advance(1)
     return [*found, *groups[MOST_GROUPS:]]
 
 
-def _predicted(workload: Workload, group: Group, runs: Mapping[str, Run], seed: int, known: bool) -> Group:
+def _predicted(
+    workload: Workload, group: Group, chosen: Ints, runs: Mapping[str, Run], seed: int, known: bool
+) -> Group:
     if group.requests == len(workload.requests):
         orders = {name: Predicted(run.seconds, workload.optimum_s / run.seconds) for name, run in runs.items()}
         return replace(group, simulated=group.requests, orders=orders)
-    chosen = _sample(workload, group)
     alone = Workload(workload.requests.take(chosen), workload.lengths[chosen], workload.target)
     optimum = alone.optimum_s
     if len(chosen) < group.requests:
@@ -140,11 +151,11 @@ def _predicted(workload: Workload, group: Group, runs: Mapping[str, Run], seed: 
     return replace(group, simulated=len(chosen), orders=orders)
 
 
-def _sample(workload: Workload, group: Group) -> Ints:
+def _sample(workload: Workload, group: Group, requests: float, tokens: float) -> Ints:
     """Some requests of a group, ascending: all, or runs of neighbours from all over the order of their tokens."""
     mine = workload.leaves[workload.requests.groups[workload.leaves] == group.number]
-    mean = (group.prompt_tokens + group.output_tokens) / group.requests
-    most = int(min(max(_REQUESTS, 8 * workload.target.max_seqs), max(_STRETCHES, _TOKENS / mean)))
+    most = int(min(max(requests, 2 * workload.target.max_seqs), tokens * group.requests / group.tokens))
+    most = max(_STRETCHES, most)
     if len(mine) <= most:
         return np.sort(mine)
     length = most // _STRETCHES
