@@ -248,3 +248,31 @@ def test_each_group_is_predicted_by_itself(batch: Path, capsys: pytest.CaptureFi
     histogram = tables.split("Requests by density")[1].split("Orders")[0]
     assert "all" in histogram
     assert "completion, up to 8" in " ".join(histogram.split())
+
+
+def test_token_ids_are_understood_where_no_tokenizer_is(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    rows = [line("ids", [1, 2], 4), line("top_k", [1, 2], 4, top_k=3), line("none", [1], 4, n=0), line("text", "a", 4)]
+    rows += [line("pair", [[1, 2], [3]], 4, model="another")]
+    path = tmp_path / "in.jsonl"
+    path.write_text("\n".join(rows))
+    given = read_plan_input(path, lambda: PlanEndpoint(lambda: tmp_path / "empty", "any", ModelLimits()))
+    assert given.ids == ["ids", "top_k", "pair"]
+    assert given.requests.max_tokens.tolist() == [4, 4, 8]
+    assert [error.custom_id for error in given.errors] == ["none", "text"]
+    assert "no tokenizer is at hand" in given.errors[1].message
+
+
+def test_a_model_with_files_has_a_name_and_one_without_takes_any(tmp_path: Path, model: Path) -> None:
+    path = tmp_path / "in.jsonl"
+    rows = [
+        line(f"{name} {extra}", [1, 2], 4, model=name, **extra)
+        for name in ("tiny", "gpt")
+        for extra in ({}, {"top_k": 3})
+    ]
+    path.write_text("\n".join(rows))
+    named = ModelLimits(names=frozenset(["tiny"]))
+    for limits, wrong in ((named, [3, 4]), (ModelLimits(), [])):
+        given = read_plan_input(path, lambda limits=limits: PlanEndpoint(lambda: model, "tiny", limits), limits=limits)
+        assert [error.line for error in given.errors] == wrong
+        assert all(error.code == "model_not_found" for error in given.errors)
