@@ -97,6 +97,8 @@ def odd_lines() -> list[bytes]:
     deep = json.dumps({"custom_id": "deep", **completion("DEEP")}).encode()
     lines += [deep.replace(b'"DEEP"', b"[" * 100_000 + b"]" * 100_000)]
     lines += [deep.replace(b'"DEEP"', b'"\\ud800"').replace(b"deep", b"surrogate")]
+    noted = json.dumps({"custom_id": "noted", "note": "NOTE", **completion([5, 6])}).encode()
+    lines += [noted.replace(b"NOTE", b"\xff")]
     return lines
 
 
