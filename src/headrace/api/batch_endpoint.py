@@ -1,12 +1,9 @@
 """What the lines of a batch mean: exactly what the same bodies mean when they are posted."""
 
 import asyncio
-import math
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
-
-import xxhash
 
 from headrace.api.chat import prepare_chat
 from headrace.api.chunks import encode
@@ -24,6 +21,7 @@ from headrace.core.errors import EngineDead, HeadraceError, InvalidRequest, Queu
 from headrace.core.sampling import SamplingParams
 from headrace.offline.jobs.endpoint import Answer, Asked
 from headrace.offline.jobs.lines import CHAT, COMPLETIONS, URLS
+from headrace.offline.kin import kin
 
 _PREPARE = {CHAT: prepare_chat, COMPLETIONS: prepare_completion}
 
@@ -63,7 +61,7 @@ class BatchEndpoint:
             )
         limits = [self._checked(prepared, prompt).max_tokens or 0 for prompt in prepared.prompts]
         total = sum(limits) * prepared.params.n
-        return Asked(prepared.prompts, total, _kin(url, prepared, total), prepared)
+        return Asked(prepared.prompts, total, kin(url, total, _instructions(prepared)), prepared)
 
     async def run(self, asked: Asked, share: float, worker: int = 0) -> Answer:
         """See `Endpoint.run`; waits while the lines before it have half of the engine's queue."""
@@ -119,14 +117,11 @@ class BatchEndpoint:
             raise
 
 
-def _kin(url: str, prepared: Prepared, most: int) -> bytes:
-    """Route, system prompt, and `most` to the next power of two: what tells how long answers are."""
-    digest = xxhash.xxh3_128(f"{url} {math.ceil(math.log2(most + 1))}".encode())
+def _instructions(prepared: Prepared) -> Iterator[bytes]:
     if isinstance(prepared.request, ChatRequest):
         for message in prepared.request.messages:
             if message.role in ("system", "developer"):
-                digest.update(encode(message.content))
-    return digest.digest()
+                yield encode(message.content)
 
 
 def _sequences(prepared: Prepared) -> int:

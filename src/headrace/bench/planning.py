@@ -105,7 +105,6 @@ def _planned(path: Path) -> Planned:
 
 def _plan(path: Path) -> Planned:
     """In a process of its own, which stays on one core."""
-    from headrace.front.tokenizer import Tokenizer
     from headrace.offline.plan_input import read_plan_input
     from headrace.offline.planning.admission import make_admission
     from headrace.perf.model_config import preset
@@ -116,7 +115,7 @@ def _plan(path: Path) -> Planned:
     assert shape is not None
     profile = accelerator("A100", "bfloat16")
     begun = time.perf_counter()
-    given = read_plan_input(path, lambda: Tokenizer.load(path.parent))  # prompts are ids: no text comes
+    given = read_plan_input(path)
     read = time.perf_counter()
     admission = make_admission("blend", given.requests, profile, shape, _KV_TOKENS, max_seqs=256, step_tokens=2048)
     admission.admit()

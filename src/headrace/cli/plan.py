@@ -6,18 +6,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from headrace.bench.report import print_json, print_table, show
 from headrace.cli.options import Json
 from headrace.core.config import SchedulerConfig
 from headrace.core.errors import ConfigError
 
 if TYPE_CHECKING:
-    from headrace.offline.plan_input import PlanInput
-    from headrace.offline.plan_report import Plan
+    from headrace.offline.plan_input import Bodies, PlanInput
     from headrace.offline.planning.target import Target
 
-_GROUPS_SHOWN = 12
 _ACCELERATOR_SEQS, _ACCELERATOR_TOKENS = 512, 2048  # what serving engines use on large accelerators
+_PAGE = 16  # tokens that the last page of a sequence may waste
 
 
 def plan(
@@ -56,8 +54,9 @@ def plan(
 
     from headrace.bench import plot as drawing
     from headrace.bench.progress import progress
-    from headrace.front.tokenizer import Tokenizer
-    from headrace.offline.plan_input import read_plan_input
+    from headrace.cli.plan_show import show_plan
+    from headrace.offline.jobs.lines import check_file
+    from headrace.offline.plan_groups import MOST_GROUPS
     from headrace.offline.plan_lengths import expected_lengths
     from headrace.offline.plan_report import make_plan
     from headrace.offline.planning.admission import ORDERS
@@ -72,16 +71,16 @@ def plan(
     if output is not None and os.path.lexists(output):
         what = "is the file that is read" if output.exists() and output.samefile(requests) else "exists"
         raise ConfigError(f"-o {output} {what}; give another name")
+    check_file(requests)
     target, folder = _target(model, device, threads, dtype, kv_tokens, max_num_seqs, max_num_batched_tokens)
-    size = requests.stat().st_size if requests.is_file() else 0
-    with progress(f"reading {requests.name}", max(1, size)) as advance:
-        given = read_plan_input(requests, lambda: Tokenizer.load(folder or _folder("default")), advance)
-    expected = expected_lengths(given, lengths, output_share)
-    _check_fits(given, expected, target)
+    room = target.kv_tokens - _PAGE
+    with progress(f"reading {requests.name}", max(1, requests.stat().st_size)) as advance:
+        given = _read(requests, model, folder, target.kv_tokens, room, advance)
+    expected = expected_lengths(given, lengths, output_share, room)
     begun = time.perf_counter()
-    with progress("planning", len(orders)) as advance:
+    with progress("planning", len(orders) + min(MOST_GROUPS, len(given.names))) as advance:
         result = make_plan(
-            given.requests, expected, target, orders, seed, known=lengths is not None, advance=lambda name: advance(1)
+            given.requests, expected, target, orders, seed, known=lengths is not None, by_group=True, advance=advance
         )
     seconds = time.perf_counter() - begun
     if output is not None:
@@ -91,7 +90,25 @@ def plan(
             {name: result.runs[name] for name in ("dfs", "blend") if name in result.runs}, result.optimum_s, plot
         )
     times = {"read_s": given.read_s, "tokenize_s": given.tokenize_s, "plan_s": seconds}
-    _report(result, given, target, times, output, json)
+    show_plan(result, given, target, times, output, json)
+
+
+def _read(requests: Path, model: str, folder: Path | None, kv_tokens: int, room: int, advance: Any) -> "PlanInput":
+    """The requests of a file, as the model understands them; for one without files with the default tokenizer."""
+    from headrace.offline.model_limits import model_limits
+    from headrace.offline.plan_input import read_plan_input
+
+    name = Path(model).name if Path(model).exists() else model
+    limits = model_limits(folder, name, kv_tokens, room)
+
+    def bodies() -> "Bodies":
+        from headrace.cli.plan_endpoint import PlanEndpoint
+        from headrace.front.generation_config import default_sampling
+
+        defaults = None if folder is None else default_sampling(folder)
+        return PlanEndpoint(lambda: folder or _folder("default"), name, limits, defaults)
+
+    return read_plan_input(requests, bodies, advance, limits)
 
 
 def _folder(model: str) -> Path:
@@ -142,19 +159,8 @@ def _target(
     return Target(profile, shape, kv_tokens, seqs, tokens), folder
 
 
-def _check_fits(given: "PlanInput", expected: Any, target: "Target") -> None:
-    need = given.requests.prompt_lengths + expected
-    worst = int(need.argmax())
-    # A page more than its tokens, which the last page of a sequence may waste.
-    if need[worst] + 16 > target.kv_tokens:
-        raise ConfigError(
-            f"{given.ids[worst]!r} needs {int(need[worst])} tokens of KV, the pool holds {target.kv_tokens}; "
-            "raise --kv-tokens or take the line out"
-        )
-
-
 def _write(given: "PlanInput", order: Any, source: Path, target: Path) -> None:
-    """Write the lines in a new order, those that could not be planned last.
+    """Write the planned lines in a new order.
 
     The file appears when it is whole, and may be read by whoever may read the source.
     """
@@ -164,7 +170,7 @@ def _write(given: "PlanInput", order: Any, source: Path, target: Path) -> None:
     try:
         with source.open("rb") as read, os.fdopen(handle, "wb") as write:
             os.fchmod(handle, os.fstat(read.fileno()).st_mode & 0o777)
-            for begin, end in [*zip(given.begins[order].tolist(), given.ends[order].tolist()), *given.bad]:
+            for begin, end in zip(given.begins[order].tolist(), given.ends[order].tolist()):
                 read.seek(begin)
                 line = read.read(end - begin)
                 write.write(line if line.endswith(b"\n") else line + b"\n")
@@ -172,74 +178,3 @@ def _write(given: "PlanInput", order: Any, source: Path, target: Path) -> None:
     except BaseException:
         os.unlink(temporary)
         raise
-
-
-def _report(
-    result: "Plan", given: "PlanInput", target: "Target", times: dict[str, float], output: Path | None, json: bool
-) -> None:
-    from headrace.offline.plan_report import edges
-
-    profile = target.profile
-    about = {
-        "device": profile.device_name,
-        "device_measured": profile.measured,
-        "kv_tokens": target.kv_tokens,
-        "bad_lines": len(given.bad),
-        **{name: round(seconds, 3) for name, seconds in times.items()},
-        "output": None if output is None else str(output),
-    }
-    if json:
-        groups = [
-            {
-                "name": given.names[g.number],
-                "requests": g.requests,
-                "prompt_tokens": g.prompt_tokens,
-                "expected_output_tokens": g.output_tokens,
-                "sharing": round(g.sharing, 4),
-                "density": round(g.density, 4) if g.memory_s > 0 else None,
-                "compute_s": round(g.compute_s, 3),
-                "memory_s": round(g.memory_s, 3),
-                "density_histogram": list(g.histogram),
-            }
-            for g in result.groups
-        ]
-        print_json({**result.summary(), **about, "density_edges": list(edges()), "groups": groups})
-        return
-    summary = result.summary()
-    orders = summary.pop("orders")
-    rows = [(name.replace("_", " "), show(value)) for name, value in (summary | about).items() if value is not None]
-    print_table("Workload", ("", "value"), rows)
-    titles = ("group", "requests", "prompt tokens", "output tokens", "sharing", "density", "compute s", "memory s")
-    shown = [
-        [
-            given.names[g.number],
-            *map(show, (g.requests, g.prompt_tokens, g.output_tokens, g.sharing, g.density, g.compute_s, g.memory_s)),
-        ]
-        for g in result.groups[:_GROUPS_SHOWN]
-    ]
-    print_table("Groups of prompts", titles, shown)
-    print_table("Requests by density (compute / memory)", ("density", "requests"), _histogram(result))
-    columns = ("order", "predicted s", "share of optimum", "sharing kept", "steps", "preemptions")
-    print_table("Orders", columns, [[name, *map(show, one.values())] for name, one in orders.items()])
-    for number, why in given.errors[:5]:
-        print(f"line {number} is not planned: {why}")
-    print(_words(result, profile.measured))
-
-
-def _histogram(result: "Plan") -> list[list[str]]:
-    from headrace.offline.plan_report import edges
-
-    counts = [sum(column) for column in zip(*(group.histogram for group in result.groups))]
-    names = [f"below {edges()[0]:g}", *(f"from {edge:g}" for edge in edges())]
-    return [[name, f"{count:,}"] for name, count in zip(names, counts) if count]
-
-
-def _words(result: "Plan", measured: bool) -> str:
-    """What the figures mean, in a line or two."""
-    words = (
-        "This device runs compute- and memory-bound work side by side: the blended order gains by overlap and sharing."
-        if result.overlaps
-        else "One pool of cores serves compute and memory work here, so their times add up: an order gains by sharing "
-        "prefixes, hardly by blending."
-    )
-    return words if measured else words + " The device was not measured; `headrace bench calibrate` makes that good."

@@ -1,42 +1,65 @@
-"""Reads a batch file for planning: only what a plan needs, in memory bounded by the tokens themselves."""
+"""Reads a batch file for planning, as `batch run` reads it: only what a plan needs, in memory bounded by the tokens.
 
-import hashlib
+Lines are those of `offline.jobs.lines`. What a body means is asked of the code that runs it, which is handed in, since
+`offline` must not import `api`; only plain lines of token ids are understood here (`plain_lines`).
+"""
+
+import asyncio
 import time
 from array import array
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Protocol
 
-import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.core.errors import ConfigError, InvalidRequest
-from headrace.front.tokenizer import Tokenizer
-from headrace.offline.jobs.lines import CHAT, COMPLETIONS, MAX_LINE, RawLine, check_file, read_lines
+from headrace.core.errors import ConfigError, HeadraceError
+from headrace.offline.jobs.endpoint import Asked
+from headrace.offline.jobs.errors import WrongFile, WrongLine
+from headrace.offline.jobs.lines import CHAT, COMPLETIONS, URLS, RawLine, check_file, parse_line, read_lines
+from headrace.offline.kin import kin
+from headrace.offline.model_limits import ModelLimits
+from headrace.offline.plain_lines import Tokens, plain_line
 from headrace.offline.planning.requests import JobRequests
 
-#: Where a line sets no limit: that of the API for completions; for chats, which have none, ours.
-COMPLETION_TOKENS, CHAT_TOKENS = 16, 1024
-Tokens = NDArray[np.int32]
+#: Lines, or bytes of them, that are understood together, so that their texts are tokenised by all cores.
+_TOGETHER, _TOGETHER_BYTES = 2048, 16 << 20
+#: Errors that are kept; the others are counted.
+MOST_ERRORS = 100
+_MOST = (1 << 31) - 1
 _NONE: Tokens = np.zeros(0, np.int32)
-#: Lines whose texts are tokenised together, by all cores.
-_TOGETHER = 2048
 
 
-class _Body(msgspec.Struct):
-    prompt: msgspec.Raw = msgspec.Raw(b"")
-    messages: list[dict[str, Any]] | None = None
-    tools: list[dict[str, Any]] | None = None
-    max_tokens: int | None = None
-    max_completion_tokens: int | None = None
+class Bodies(Protocol):
+    """Knows what a body means; many are asked about at once."""
+
+    @property
+    def tokenize_s(self) -> float:
+        """Seconds spent on tokenising so far."""
+        ...
+
+    async def prepare(self, url: str, body: bytes) -> Asked:
+        """See `offline.jobs.endpoint.Endpoint.prepare`."""
+        ...
 
 
-class _Line(msgspec.Struct):
-    custom_id: str
-    body: _Body
-    url: str = COMPLETIONS
+@dataclass(frozen=True, slots=True)
+class LineError:
+    """Why a line is not planned, as OpenAI's error object has it.
+
+    Attributes:
+        line: its number, 1 for the first of the file.
+        custom_id: as far as it could be read.
+        code, message, param: what is wrong.
+    """
+
+    line: int
+    custom_id: str | None
+    code: str | None
+    message: str
+    param: str | None
 
 
 @dataclass
@@ -44,11 +67,11 @@ class PlanInput:
     """A batch file as columns.
 
     Attributes:
-        requests: of all good lines, in the file's order.
+        requests: of all good lines, in the file's order; several prompts of a line are one, one behind the other.
         ids: their `custom_id`.
         begins, ends: int64 [n], bytes of each request's line in the file, its line break included.
-        bad: bytes (begin, end) of lines that cannot be planned.
-        errors: (line number, what is wrong) of those lines, the first hundred.
+        wrong: how many lines are not planned.
+        errors: of the first `MOST_ERRORS` of them.
         names: of the groups, by number.
         read_s, tokenize_s: seconds spent on reading and on tokenising.
     """
@@ -57,78 +80,95 @@ class PlanInput:
     ids: list[str]
     begins: NDArray[np.int64]
     ends: NDArray[np.int64]
-    bad: list[tuple[int, int]] = field(default_factory=list)
-    errors: list[tuple[int, str]] = field(default_factory=list)
+    wrong: int = 0
+    errors: list[LineError] = field(default_factory=list)
     names: list[str] = field(default_factory=list)
     read_s: float = 0.0
     tokenize_s: float = 0.0
 
 
 def read_plan_input(
-    path: Path, tokenizer: Callable[[], Tokenizer], advance: Callable[[int], None] = lambda size: None
+    path: Path,
+    bodies: Callable[[], Bodies] | None = None,
+    advance: Callable[[int], None] = lambda size: None,
+    limits: ModelLimits | None = None,
 ) -> PlanInput:
     """Read a batch file (OpenAI's format; prompts may be token ids).
 
     Args:
         path: of the file.
-        tokenizer: called when the first text comes.
+        bodies: called when the first line comes that is not plain; None: there is none.
         advance: told how many bytes have been read since the last call.
+        limits: what is planned for takes; None: anything.
 
     Raises:
-        WrongFile: it cannot be a file of requests.
-        ConfigError: it cannot be read, or has no line that can be planned.
+        WrongFile: it cannot be a file of requests, or none of its lines can be planned.
+        ConfigError: it cannot be read.
     """
     begun = time.perf_counter()
-    reader = _Reader(tokenizer)
     check_file(path)
-    try:
-        with path.open("rb") as file:
-            for line in read_lines(file.fileno()):
-                reader.line(line)
-                advance(line.end - line.offset)
-    except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror}") from error
-    result = reader.finish()
+    with asyncio.Runner() as runner:
+        reader = _Reader(runner, bodies or _nobody, limits or ModelLimits())
+        try:
+            with path.open("rb") as file:
+                for line in read_lines(file.fileno()):
+                    reader.line(line)
+                    advance(line.end - line.offset)
+        except OSError as error:
+            raise ConfigError(f"cannot read {path}: {error.strerror}") from error
+        result = reader.finish()
     if not result.ids:
-        first = f"; line {result.errors[0][0]}: {result.errors[0][1]}" if result.errors else ""
-        raise ConfigError(f"{path} has no request that can be planned{first}")
+        first = f"; line {result.errors[0].line}: {result.errors[0].message}" if result.errors else ""
+        raise WrongFile(f"{path} has no request that can be planned{first}")
     result.read_s = time.perf_counter() - begun - result.tokenize_s
     return result
+
+
+@dataclass(slots=True)
+class _Waiting:
+    """A line, and what is known of it: what it asks for, what is wrong with it, or the body that will tell."""
+
+    number: int
+    begin: int
+    end: int
+    id: str | None = None
+    url: str = ""
+    body: bytes = b""
+    tokens: Tokens = field(default_factory=lambda: _NONE)
+    most: int = 0
+    kin: bytes = b""
+    error: HeadraceError | None = None
 
 
 class _Reader:
     """Collects lines into columns."""
 
-    def __init__(self, tokenizer: Callable[[], Tokenizer]) -> None:
-        self._make_tokenizer = tokenizer
-        self._tokenizer: Tokenizer | None = None
-        self._line = msgspec.json.Decoder(_Line)
+    def __init__(self, runner: asyncio.Runner, bodies: Callable[[], Bodies], limits: ModelLimits) -> None:
+        self._runner, self._make_bodies, self._limits = runner, bodies, limits
+        self._bodies: Bodies | None = None
         self._tokens = array("i")
         self._offsets = array("q", [0])
-        self._limits, self._groups = array("i"), array("i")
+        self._most, self._groups = array("i"), array("i")
         self._begins, self._ends = array("q"), array("q")
         self._ids: list[str] = []
-        self._seen: set[str] = set()
-        self._numbers: dict[tuple[str, bytes, int], int] = {}
-        self._names: list[str] = []
-        self._texts: list[tuple[int, str, bool]] = []  # (place, text, whether special tokens are added)
-        self._waiting: list[tuple[_Request, Tokens]] = []
-        self._bad: list[tuple[int, int]] = []
-        self._errors: list[tuple[int, str]] = []
-        self._tokenize_s = 0.0
+        self._lines: dict[str, int] = {}  # the first with each custom_id
+        self._kin: dict[bytes, int] = {}
+        self._urls: list[str] = []  # by group
+        self._waiting: list[_Waiting] = []
+        self._bytes = 0
+        self._wrong = 0
+        self._errors: list[LineError] = []
 
     def line(self, line: RawLine) -> None:
         """Take one line."""
-        if line.data is None:
-            self._refuse(line, f"the line has {line.length:,} bytes, more than {MAX_LINE:,}")
-            return
+        waiting = _Waiting(line.number, line.offset, line.end)
         try:
-            self._take(line, line.data)
-        except (msgspec.MsgspecError, UnicodeDecodeError, InvalidRequest, ValueError, OverflowError) as error:
-            self._refuse(line, str(error))
-        except RecursionError:
-            self._refuse(line, "the line is nested too deeply")
-        if len(self._waiting) >= _TOGETHER:
+            self._understand(waiting, line.data)
+        except WrongLine as error:
+            waiting.id, waiting.error = error.custom_id, error
+        self._waiting.append(waiting)
+        self._bytes += len(waiting.body) + waiting.tokens.nbytes
+        if len(self._waiting) >= _TOGETHER or self._bytes >= _TOGETHER_BYTES:
             self._flush()
 
     def finish(self) -> PlanInput:
@@ -137,121 +177,105 @@ class _Reader:
         requests = JobRequests(
             np.frombuffer(self._tokens, np.int32),
             np.frombuffer(self._offsets, np.int64),
-            np.frombuffer(self._limits, np.int32),
+            np.frombuffer(self._most, np.int32),
             np.frombuffer(self._groups, np.int32),
         )
-        begins, ends = np.frombuffer(self._begins, np.int64), np.frombuffer(self._ends, np.int64)
         return PlanInput(
-            requests, self._ids, begins, ends, self._bad, self._errors, self._names, tokenize_s=self._tokenize_s
+            requests,
+            self._ids,
+            np.frombuffer(self._begins, np.int64),
+            np.frombuffer(self._ends, np.int64),
+            self._wrong,
+            self._errors,
+            self._names(requests),
+            tokenize_s=self._bodies.tokenize_s if self._bodies else 0.0,
         )
 
-    def _take(self, line: RawLine, data: bytes) -> None:
-        parsed = self._line.decode(data)
-        body = parsed.body
-        if not parsed.custom_id:
-            raise ValueError("`custom_id` is empty")
-        if parsed.custom_id in self._seen:
-            raise ValueError(f"`custom_id` {parsed.custom_id!r} was used before")
-        if parsed.url not in (COMPLETIONS, CHAT):
-            raise ValueError(f"url {parsed.url!r} is not one of {COMPLETIONS}, {CHAT}")
-        limit = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
-        if limit is None:
-            limit = COMPLETION_TOKENS if parsed.url == COMPLETIONS else CHAT_TOKENS
-        if not 1 <= limit < 2**31:
-            raise ValueError(f"`max_tokens` must be at least 1, got {limit}")
-        system = b""
-        tokens: Tokens = _NONE
-        if parsed.url == CHAT:
-            if not body.messages:
-                raise ValueError("`messages` must be a list of messages")
-            first = body.messages[0]
-            if first.get("role") in ("system", "developer"):
-                system = hashlib.blake2b(msgspec.json.encode(first.get("content")), digest_size=8).digest()
-            text = self._text_tokenizer().render_chat(body.messages, tools=body.tools)
-            self._texts.append((len(self._waiting), text, False))
-        elif bytes(memoryview(body.prompt)[:1]) == b"[":
-            tokens = _token_ids(bytes(body.prompt))
-        else:
-            text = msgspec.json.decode(body.prompt, type=str) if bytes(body.prompt) else ""
-            if not text:
-                raise ValueError("`prompt` must be text or a list of token ids, not empty (one prompt a line)")
-            self._text_tokenizer()
-            self._texts.append((len(self._waiting), text, True))
-        self._seen.add(parsed.custom_id)
-        group = self._group(parsed.url, system, limit)
-        self._waiting.append((_Request(parsed.custom_id, replace(line, data=None), limit, group), tokens))
+    def _understand(self, waiting: _Waiting, data: bytes | None) -> None:
+        plain = None if data is None else plain_line(data, self._limits)
+        if plain is not None:
+            self._first(plain.custom_id, waiting.number)
+            waiting.id, waiting.url = plain.custom_id, COMPLETIONS
+            waiting.tokens, waiting.most = plain.tokens, plain.most
+            waiting.kin = kin(COMPLETIONS, plain.most)
+            return
+        try:
+            parsed = parse_line(data, URLS)
+        except WrongLine as error:
+            if error.custom_id is not None:
+                self._first(error.custom_id, waiting.number)
+            raise
+        self._first(parsed.custom_id, waiting.number)
+        waiting.id, waiting.url, waiting.body = parsed.custom_id, parsed.url, parsed.body
 
-    def _text_tokenizer(self) -> Tokenizer:
-        if self._tokenizer is None:
-            self._tokenizer = self._make_tokenizer()
-        return self._tokenizer
-
-    def _group(self, url: str, system: bytes, limit: int) -> int:
-        """The number of a kind of request: endpoint, system prompt, max_tokens within a factor of two."""
-        key = url, system, limit.bit_length()
-        if key not in self._numbers:
-            self._numbers[key] = len(self._numbers)
-            kind = "chat" if url == CHAT else "completion"
-            words = f", system prompt {system.hex()[:6]}" if system else ""
-            self._names.append(f"{kind}, up to {limit} tokens{words}")
-        return self._numbers[key]
+    def _first(self, custom_id: str, number: int) -> None:
+        """Note a `custom_id`; a wrong line takes it too, as when the file is run."""
+        first = self._lines.setdefault(custom_id, number)
+        if first != number:
+            message = f"line {first} has the same `custom_id`; they must differ"
+            raise WrongLine("duplicate_custom_id", message, "custom_id", custom_id)
 
     def _flush(self) -> None:
-        """Tokenise what waits, and enter it."""
-        begun = time.perf_counter()
-        for special in (False, True):
-            chosen = [(place, text) for place, text, add in self._texts if add == special]
-            encoded = self._encode([text for _, text in chosen], special)
-            for (place, _), ids in zip(chosen, encoded):
-                self._waiting[place] = (self._waiting[place][0], np.array(ids, np.int32))
-        if self._texts:
-            self._tokenize_s += time.perf_counter() - begun
-        for request, tokens in self._waiting:
-            if not len(tokens):
-                self._refuse(request.line, "the prompt has no token, or is not valid Unicode")
-                continue
-            self._tokens.frombytes(tokens.tobytes())
-            self._offsets.append(len(self._tokens))
-            self._limits.append(request.limit)
-            self._groups.append(request.group)
-            self._begins.append(request.line.offset)
-            self._ends.append(request.line.end)
-            self._ids.append(request.id)
-        self._waiting, self._texts = [], []
+        """Have the bodies that wait understood, and enter all lines in their order."""
+        asked = [waiting for waiting in self._waiting if waiting.body]
+        if asked:
+            self._bodies = self._bodies or self._make_bodies()
+            self._runner.run(_prepare(self._bodies, asked))
+        for waiting in self._waiting:
+            self._enter(waiting)
+        self._waiting, self._bytes = [], 0
 
-    def _encode(self, texts: list[str], special: bool) -> list[list[int]]:
-        """Token ids of texts; none where a text is no Unicode."""
-        if not texts:
-            return []
-        try:
-            return self._text_tokenizer().encode_many(texts, add_special_tokens=special)
-        except InvalidRequest:
-            return [[]] if len(texts) == 1 else [tokens for text in texts for tokens in self._encode([text], special)]
+    def _enter(self, waiting: _Waiting) -> None:
+        count, room = len(waiting.tokens), self._limits.room
+        if waiting.error is None and count >= room:
+            message = (
+                f"the line's prompts have {count} tokens together, the pool that is planned for holds {room} of one "
+                "line: raise --kv-tokens, or split the line"
+            )
+            waiting.error = WrongLine("too_large_to_plan", message, "prompt")
+        if waiting.error is not None or waiting.id is None:
+            self._refuse(waiting)
+            return
+        if waiting.kin not in self._kin:
+            self._kin[waiting.kin] = len(self._kin)
+            self._urls.append(waiting.url)
+        self._tokens.frombytes(waiting.tokens.tobytes())
+        self._offsets.append(len(self._tokens))
+        self._most.append(min(waiting.most, _MOST))
+        self._groups.append(self._kin[waiting.kin])
+        self._begins.append(waiting.begin)
+        self._ends.append(waiting.end)
+        self._ids.append(waiting.id)
 
-    def _refuse(self, line: RawLine, why: str) -> None:
-        self._bad.append((line.offset, line.end))
-        if len(self._errors) < 100:
-            self._errors.append((line.number, why))
+    def _refuse(self, waiting: _Waiting) -> None:
+        self._wrong += 1
+        if len(self._errors) < MOST_ERRORS:
+            error = waiting.error
+            code, param = getattr(error, "code", None), getattr(error, "param", None)
+            self._errors.append(LineError(waiting.number, waiting.id, code, str(error), param))
 
-
-def _token_ids(text: bytes) -> Tokens:
-    """The ids of a JSON list (which it has been checked to be).
-
-    Raises:
-        ValueError: it is empty, or holds anything but non-negative integers of 31 bits.
-    """
-    digits = text.strip()[1:-1]
-    wrong = digits.translate(None, b"0123456789, \t\r\n") or not digits.strip()
-    # Numbers alone are left: NumPy reads them three times as fast as a JSON decoder makes a list.
-    ids = _NONE if wrong else np.fromstring(digits.decode(), np.int64, sep=",")
-    if not len(ids) or int(ids.max()) >= 2**31:
-        raise ValueError("`prompt` must be text or a list of token ids, not empty (one prompt a line)")
-    return ids.astype(np.int32)
+    def _names(self, requests: JobRequests) -> list[str]:
+        """Of the groups: route, largest limit, and for chats, whose system prompts may differ, a digest."""
+        largest = np.zeros(len(self._kin), np.int32)
+        np.maximum.at(largest, requests.groups, requests.max_tokens)
+        return [
+            f"chat {digest.hex()[:6]}, up to {limit} tokens" if url == CHAT else f"completion, up to {limit} tokens"
+            for digest, url, limit in zip(self._kin, self._urls, largest.tolist())
+        ]
 
 
-@dataclass(frozen=True, slots=True)
-class _Request:
-    id: str
-    line: RawLine
-    limit: int
-    group: int
+def _nobody() -> Bodies:
+    raise ConfigError("the file has more than plain token ids, and nobody is there who knows what that means")
+
+
+async def _prepare(bodies: Bodies, asked: Sequence[_Waiting]) -> None:
+    """Ask what bodies mean, all at once."""
+    found = await asyncio.gather(*(bodies.prepare(each.url, each.body) for each in asked), return_exceptions=True)
+    for waiting, result in zip(asked, found):
+        if isinstance(result, HeadraceError):
+            waiting.error = result
+        elif isinstance(result, BaseException):
+            raise result
+        else:
+            waiting.tokens = np.concatenate([np.asarray(prompt, np.int32) for prompt in result.prompts])
+            waiting.most, waiting.kin = result.most, result.kin

@@ -11,7 +11,7 @@ from headrace.core.errors import ConfigError
 from headrace.offline.plan_input import PlanInput
 
 
-def expected_lengths(given: PlanInput, results: Path | None, share: float) -> NDArray[np.int64]:
+def expected_lengths(given: PlanInput, results: Path | None, share: float, room: int = 1 << 31) -> NDArray[np.int64]:
     """Output tokens of each request.
 
     Args:
@@ -19,11 +19,13 @@ def expected_lengths(given: PlanInput, results: Path | None, share: float) -> ND
         results: an output file of an earlier run of the same requests, in OpenAI's format (`usage.completion_tokens`
             of each line's response), or lines `{"custom_id": ..., "output_tokens": n}`; None: there is none.
         share: of `max_tokens`, for requests that the results do not name.
+        room: tokens of KV that one line may have. The sequences of a line with several prompts, or with `n`, are one
+            request here; what of their output does not fit beside each other is not counted.
 
     Raises:
         ConfigError: the results cannot be read, or hold nothing of this batch.
     """
-    limits = given.requests.max_tokens.astype(np.int64)
+    limits = np.minimum(given.requests.max_tokens, room - given.requests.prompt_lengths)
     expected = np.maximum(1, np.round(limits * share)).astype(np.int64)
     if results is None:
         return expected

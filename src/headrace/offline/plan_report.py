@@ -7,45 +7,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.offline.planning.admission import ORDERS, make_admission
-from headrace.offline.planning.blend import PAGE
+from headrace.offline.plan_groups import Group, edges, groups_of, predict_groups
+from headrace.offline.plan_workload import Workload
+from headrace.offline.planning.admission import ORDERS
 from headrace.offline.planning.requests import JobRequests
-from headrace.offline.planning.simulated_engine import Run, SimulatedEngine
+from headrace.offline.planning.simulated_engine import Run
 from headrace.offline.planning.target import Target
-from headrace.offline.planning.tree import Floats, Ints, PrefixTree, borrowed_tokens
-from headrace.perf.density import CostRates, density
-from headrace.perf.roofline import optimum_seconds
-
-#: Edges of the density histogram, powers of two.
-_EDGES = tuple(2.0**power for power in range(-6, 8))
-
-
-@dataclass(frozen=True)
-class Group:
-    """One kind of request of a job.
-
-    Attributes:
-        number: as in `JobRequests.groups`.
-        requests, prompt_tokens: how many.
-        output_tokens: expected.
-        sharing: share of its prompt tokens that need no computation.
-        compute_s, memory_s: seconds of both kinds of work.
-        histogram: requests by density, between the edges of `edges()`.
-    """
-
-    number: int
-    requests: int
-    prompt_tokens: int
-    output_tokens: int
-    sharing: float
-    compute_s: float
-    memory_s: float
-    histogram: tuple[int, ...]
-
-    @property
-    def density(self) -> float:
-        """Compute over memory, sharing counted."""
-        return density(self.compute_s, self.memory_s)
+from headrace.perf.density import density
 
 
 @dataclass
@@ -85,7 +53,7 @@ class Plan:
         return self.runs[order].hit_tokens / self.shared_tokens if self.shared_tokens else 1.0
 
     def summary(self) -> dict[str, Any]:
-        """The plan as plain data; `sharing_kept` is that of the blended order."""
+        """The plan of the whole as plain data; `sharing_kept` is that of the blended order."""
         orders = {
             name: {
                 "predicted_s": round(run.seconds, 3),
@@ -110,10 +78,32 @@ class Plan:
             "orders": orders,
         }
 
+    def by_group(self, names: Sequence[str]) -> dict[str, Any]:
+        """The groups as plain data, the largest first.
 
-def edges() -> tuple[float, ...]:
-    """Inner edges of the density histograms."""
-    return _EDGES
+        Args:
+            names: of the groups, by number.
+        """
+        groups = [
+            {
+                "name": names[group.number],
+                "requests": group.requests,
+                "prompt_tokens": group.prompt_tokens,
+                "expected_output_tokens": group.output_tokens,
+                "sharing": round(group.sharing, 4),
+                "density": _finite(group.density),
+                "compute_s": round(group.compute_s, 3),
+                "memory_s": round(group.memory_s, 3),
+                "density_histogram": list(group.histogram),
+                "simulated_requests": group.simulated,
+                "orders": {
+                    name: {"predicted_s": round(one.seconds, 3), "share_of_optimum": round(one.share, 4)}
+                    for name, one in group.orders.items()
+                },
+            }
+            for group in self.groups
+        ]
+        return {"density_edges": list(edges()), "groups": groups}
 
 
 def make_plan(
@@ -123,7 +113,8 @@ def make_plan(
     orders: Sequence[str] = ORDERS,
     seed: int = 0,
     known: bool = False,
-    advance: Callable[[str], None] = lambda order: None,
+    by_group: bool = False,
+    advance: Callable[[int], None] = lambda parts: None,
 ) -> Plan:
     """Profile a job, and simulate it in each order.
 
@@ -134,76 +125,30 @@ def make_plan(
         orders: which to simulate.
         seed: of random choices.
         known: the blended order may count on the lengths; else it learns them while the job runs.
-        advance: told the name of each order when its run is done.
+        by_group: the largest groups are simulated too, each alone.
+        advance: told after each order, and after each group.
     """
-    profile, model = target.profile, target.model
-    rates = CostRates.of(profile, model, target.step_tokens)
-    leaves, exact = requests.by_tokens.leaves, requests.by_tokens.common
-    tree = PrefixTree.of(requests, PAGE)
-    prompts = requests.prompt_lengths
-    saved = np.empty(len(requests), np.int64)
-    saved[leaves] = exact
-    compute, memory = rates.compute(prompts, lengths, saved), rates.memory(prompts, lengths)
-    total, read = float(compute.sum()), float(memory.sum())
+    workload = Workload(requests, lengths, target)
+    saved, compute, memory = workload.saved, workload.compute, workload.memory
+    prompt_tokens = int(requests.prompt_lengths.sum())
     plan = Plan(
         requests=len(requests),
-        prompt_tokens=int(prompts.sum()),
+        prompt_tokens=prompt_tokens,
         output_tokens=int(lengths.sum()),
-        sharing=float(saved.sum() / prompts.sum()),
-        shared_tokens=int(exact.sum()),
-        compute_s=total,
-        memory_s=read,
-        optimum_s=optimum_seconds(total, read, profile),
-        overlaps=bool(profile.overlap),
-        groups=_groups(requests, lengths, saved, compute, memory),
+        sharing=float(saved.sum() / prompt_tokens),
+        shared_tokens=int(saved.sum()),
+        compute_s=float(compute.sum()),
+        memory_s=float(memory.sum()),
+        optimum_s=workload.optimum_s,
+        overlaps=bool(target.profile.overlap),
+        groups=groups_of(workload),
     )
     for order in orders:
-        engine = SimulatedEngine(
-            requests,
-            lengths,
-            tree,
-            profile,
-            model,
-            target.kv_tokens,
-            max_seqs=target.max_seqs,
-            step_tokens=target.step_tokens,
-            borrowed=borrowed_tokens(tree, exact, PAGE),
-        )
-        admission = make_admission(
-            order,
-            requests,
-            profile,
-            model,
-            target.kv_tokens,
-            seed,
-            lengths if known else None,
-            max_seqs=target.max_seqs,
-            step_tokens=target.step_tokens,
-        )
-        plan.runs[order] = engine.run(admission)
-        advance(order)
+        plan.runs[order] = workload.run(order, seed, known)
+        advance(1)
+    if by_group:
+        plan.groups = predict_groups(workload, plan.groups, plan.runs, seed, known, advance)
     return plan
-
-
-def _groups(requests: JobRequests, lengths: Ints, saved: Ints, compute: Floats, memory: Floats) -> list[Group]:
-    bins = np.searchsorted(_EDGES, compute / np.maximum(memory, 1e-12))
-    found = []
-    for number in np.unique(requests.groups).tolist():
-        chosen = requests.groups == number
-        prompt_tokens = int(requests.prompt_lengths[chosen].sum())
-        found.append(
-            Group(
-                number=number,
-                requests=int(chosen.sum()),
-                prompt_tokens=prompt_tokens,
-                output_tokens=int(lengths[chosen].sum()),
-                sharing=float(saved[chosen].sum() / prompt_tokens),
-                compute_s=float(compute[chosen].sum()),
-                memory_s=float(memory[chosen].sum()),
-                histogram=tuple(np.bincount(bins[chosen], minlength=len(_EDGES) + 1).tolist()),
-            )
-        )
-    return sorted(found, key=lambda group: -(group.compute_s + group.memory_s))
 
 
 def _finite(value: float) -> float | None:
