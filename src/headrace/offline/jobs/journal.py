@@ -6,7 +6,7 @@ wrote after its last commit is therefore known to be nobody's when the next one 
 
 import sqlite3
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -159,19 +159,25 @@ class Journal:
             )  # fmt: skip
             self._write_state()
 
-    def first_with(self, key: bytes) -> int | None:
-        """Number of the line that has this key."""
+    def lines_with(self, keys: Sequence[bytes]) -> dict[bytes, int]:
+        """Numbers of the lines that have any of a window's keys."""
+        places = ",".join("?" * len(keys))
         with self._lock:
-            row = self._db.execute("SELECT number FROM line WHERE key = ?", (key,)).fetchone()
-        return None if row is None else int(row[0])
+            return dict(self._db.execute(f"SELECT key, number FROM line WHERE key IN ({places})", keys))
 
     def line(self, number: int) -> LineRow:
-        """One line."""
+        """One line.
+
+        Raises:
+            JobError: there is none of that number.
+        """
         with self._lock:
             row = self._db.execute(
                 "SELECT number, start, length, digest, key, prompt, most, kind, state FROM line WHERE number = ?",
                 (number,),
             ).fetchone()
+        if row is None:
+            raise JobError(f"the journal of job {self.spec.id} has no line {number}; it is damaged: run the input anew")
         return LineRow(*row)
 
     def pending(self, most: int) -> list[LineRow]:

@@ -18,12 +18,13 @@ from headrace.offline.jobs.device import Orders
 from headrace.offline.jobs.endpoint import Endpoint, check_model
 from headrace.offline.jobs.errors import JobError, WrongFile
 from headrace.offline.jobs.folder import JobFolder
-from headrace.offline.jobs.generation import Generation, Lines
+from headrace.offline.jobs.generation import Generation
 from headrace.offline.jobs.journal import Journal
 from headrace.offline.jobs.lines import MAX_LINE, MAX_LINES, check_file
 from headrace.offline.jobs.optimum import Optimum
+from headrace.offline.jobs.pending_lines import PendingLines
 from headrace.offline.jobs.progress import Pace, Progress
-from headrace.offline.jobs.results import Result, ResultFiles
+from headrace.offline.jobs.results import ResultFiles
 from headrace.offline.jobs.spec import Ending, JobSpec, JobState
 from headrace.offline.jobs.spool import job_requests
 from headrace.offline.jobs.urgency import share_of
@@ -202,11 +203,14 @@ class JobRunner:
         fleet = await asyncio.to_thread(self._orders, requests)
         self._optimum = await asyncio.to_thread(self._make_optimum, requests)
         self._pace = Pace(int(columns.prompt.sum()), int(columns.most.sum(dtype="int64")))
-        descriptor = os.open(journal.spec.input, os.O_RDONLY | os.O_CLOEXEC)
+        lines = PendingLines(journal, columns, self._limit)
         self._begun = time.monotonic()
-        lines = Lines(journal, columns, descriptor, self._limit)
+
+        def finished(index: int, output_tokens: int) -> None:
+            self._finished(index, int(columns.prompt[index]), int(columns.most[index]), output_tokens)
+
         generation = self._generation = Generation(
-            lines, self._endpoint, fleet, self._windows, files, lambda: self.share, self._finished
+            lines, self._endpoint, fleet, self._windows, files, lambda: self.share, finished
         )
         keeper = asyncio.create_task(self._keep(journal, files, generation))
         try:
@@ -218,15 +222,15 @@ class JobRunner:
             keeper.cancel()
             await asyncio.gather(keeper, return_exceptions=True)
             await generation.cancel()
-            os.close(descriptor)
+            await lines.close()
 
-    def _finished(self, index: int, most: int, result: Result) -> None:
+    def _finished(self, index: int, prompt: int, most: int, output_tokens: int) -> None:
         """A line has its result."""
-        self.lengths[index] = result.output_tokens
+        self.lengths[index] = output_tokens
         if self._optimum is not None:
-            self._optimum.finish(index, result.output_tokens)
+            self._optimum.finish(index, output_tokens)
         if self._pace is not None:
-            self._pace.finish(result.prompt_tokens, most, result.output_tokens)
+            self._pace.finish(prompt, most, output_tokens)
 
     async def _keep(self, journal: Journal, files: ResultFiles, generation: Generation) -> None:
         """Commit now and then, and end the job where it is cancelled, expired or stopped; returns when it is."""
