@@ -24,6 +24,7 @@ from headrace.offline.jobs.folder import JOURNAL, JobFolder, list_jobs, open_job
 from headrace.offline.jobs.generation import MAX_ATTEMPTS
 from headrace.offline.jobs.journal import Journal
 from headrace.offline.jobs.lines import RawLine, check_file, read_lines
+from headrace.offline.jobs.results import ResultFiles
 from headrace.offline.jobs.runner import Stopped
 from headrace.offline.jobs.spool import job_requests
 
@@ -182,6 +183,7 @@ def test_the_loop_is_left_to_others_while_files_are_read(tmp_path: Path, monkeyp
     lines = some_lines(1000)
     folder = new_job(tmp_path, lines)
     threads: set[str] = set()
+    journal = {"line", "columns", "pending", "commit", "commit_lines"}
 
     def noted(function: Any) -> Any:
         def call(*arguments: Any) -> Any:
@@ -199,9 +201,12 @@ def test_the_loop_is_left_to_others_while_files_are_read(tmp_path: Path, monkeyp
     monkeypatch.setattr(validate, "read_lines", read)
     monkeypatch.setattr(runner_module, "check_file", noted(check_file))
     monkeypatch.setattr(runner_module, "job_requests", noted(job_requests))
+    monkeypatch.setattr(ResultFiles, "close", noted(ResultFiles.close))
+    for name in journal:
+        monkeypatch.setattr(Journal, name, noted(getattr(Journal, name)))
     asyncio.run(runner(folder, Echo()).run())
     check(tmp_path, lines)
-    assert threads == {"next", "check_file", "job_requests"}
+    assert threads == {"next", "check_file", "job_requests", "close", *journal}
 
 
 @pytest.mark.parametrize("validated", [False, True])

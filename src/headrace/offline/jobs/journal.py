@@ -82,6 +82,11 @@ class Journal:
     Args:
         path: of the database.
 
+    Attributes:
+        spec: what was asked for.
+        state: how far the job is; written with every commit.
+        cancel_wanted: whether anybody had asked for the end of the job at the last commit, or when this was opened.
+
     Raises:
         JobError: it is not a journal.
     """
@@ -94,11 +99,12 @@ class Journal:
                 isolation_level=None,
             )  # fmt: skip
             self._db.execute("PRAGMA synchronous = NORMAL")
-            row = self._db.execute("SELECT spec, state FROM job").fetchone()
+            row = self._db.execute("SELECT spec, state, cancel FROM job").fetchone()
             if row is None:
                 raise JobError(f"{path} is no journal of a job")
             self.spec = msgspec.json.decode(row[0], type=JobSpec)
             self.state = msgspec.json.decode(row[1], type=JobState)
+            self.cancel_wanted = bool(row[2])
         except (sqlite3.Error, msgspec.MsgspecError) as error:
             raise JobError(f"the journal {path} cannot be read: {error}") from error
 
@@ -121,12 +127,6 @@ class Journal:
         """Let go of the database."""
         with self._lock:
             self._db.close()
-
-    @property
-    def cancel_wanted(self) -> bool:
-        """Whether anybody has asked for the end of the job."""
-        with self._lock:
-            return bool(self._db.execute("SELECT cancel FROM job").fetchone()[0])
 
     def ask_to_cancel(self) -> None:
         """Ask whoever runs the job to end it.
@@ -233,6 +233,7 @@ class Journal:
 
     def _write_state(self) -> None:
         self._db.execute("UPDATE job SET state = ?", (_json(self.state),))
+        self.cancel_wanted = bool(self._db.execute("SELECT cancel FROM job").fetchone()[0])
 
 
 def _json(value: msgspec.Struct) -> str:
