@@ -34,6 +34,7 @@ class Parrot:
         max_queue: requests in flight; more are refused.
         max_model_len: prompt plus output tokens of a sequence.
         path: folder of a model's configuration.
+        fingerprint: of the model.
     """
 
     def __init__(
@@ -47,9 +48,10 @@ class Parrot:
         max_queue: int = 1024,
         max_model_len: int = 4096,
         path: str = "",
+        fingerprint: str = "f" * 64,
     ) -> None:
         self._info = EngineInfo(
-            model="parrot", fingerprint="f" * 64, max_model_len=max_model_len, vocab_size=vocab_size,
+            model="parrot", fingerprint=fingerprint, max_model_len=max_model_len, vocab_size=vocab_size,
             eos_token_ids=[eos],
             dtype="float32", device="cpu", page_size=16, pages=64, kv_bytes=0, weight_bytes=0, load_seconds=0.0,
             pid=os.getpid(), path=path,

@@ -109,6 +109,7 @@ def parrot_state(
     template: str = CHATML,
     defaults: SamplingParams | None = None,
     home: Path | None = None,
+    clock: Callable[[], float] = time.time,
     **engine_options: Any,
 ) -> tuple[Parrot, ServerState]:
     """A parrot and what routes share over it; made on the loop it belongs to."""
@@ -118,7 +119,8 @@ def parrot_state(
     eos = tokenizer.token_id("<|im_end|>")
     assert eos is not None
     engine = Parrot(tokenizer.vocab_size, eos, brackets, letters, **engine_options)
-    return engine, make_state(Generator(engine, tokenizer, defaults), config or ServerConfig(), home=home)
+    generator = Generator(engine, tokenizer, defaults)
+    return engine, make_state(generator, config or ServerConfig(), home=home, clock=clock)
 
 
 @contextlib.contextmanager
@@ -129,7 +131,7 @@ def serve_parrot(config: ServerConfig | None = None, **options: Any) -> Iterator
     ready: Future[tuple[Parrot, ServerState, BatchService, asyncio.AbstractEventLoop, uvicorn.Server]] = Future()
 
     async def run() -> None:
-        engine, state = parrot_state(config, **options)
+        engine, state = parrot_state(config, clock=clock.time, **options)
         batches = BatchService(state, clock.time)
         await batches.resume()
         settings = uvicorn.Config(

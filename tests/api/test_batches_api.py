@@ -4,24 +4,20 @@ import gzip
 import re
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import httpx
 import openai
 import pytest
-from batch_files import CHAT, chat_line, jsonl, lines_of, model_folder, upload
+from batch_files import CHAT, LINES, chat_line, ended, jsonl, lines_of, model_folder, stalled, start, upload
 from openai import OpenAI
-from openai.types import Batch
 from served import Served, serve_parrot
 
 from headrace.core.config import ServerConfig
 from headrace.offline.jobs import runner
 from headrace.offline.jobs.folder import create_job
 from headrace.offline.jobs.spec import JobSpec, new_job_id
-
-FINAL = ("completed", "failed", "expired", "cancelled")
 
 
 @pytest.fixture(scope="module")
@@ -37,20 +33,6 @@ def client(served: Served) -> OpenAI:
     return served.client()
 
 
-def ended(client: OpenAI, batch: Batch, seconds: float = 30) -> Batch:
-    deadline = time.monotonic() + seconds
-    while batch.status not in FINAL and time.monotonic() < deadline:
-        time.sleep(0.05)
-        batch = client.batches.retrieve(batch.id)
-    assert batch.status in FINAL
-    return batch
-
-
-def start(client: OpenAI, content: bytes, **options: Any) -> Batch:
-    options = {"endpoint": CHAT, "completion_window": "24h", **options}
-    return client.batches.create(input_file_id=upload(client, content), **options)
-
-
 def test_a_file_comes_and_goes(client: OpenAI) -> None:
     content = jsonl(chat_line("a", "la"))
     made = client.files.create(file=("../../etc/in.jsonl", content), purpose="batch")
@@ -63,17 +45,6 @@ def test_a_file_comes_and_goes(client: OpenAI) -> None:
         client.files.retrieve(made.id)
     with pytest.raises(openai.NotFoundError):
         client.files.content(made.id)
-
-
-def test_lists_come_in_pages(client: OpenAI) -> None:
-    ids = [upload(client, jsonl(chat_line(str(i), "la"))) for i in range(5)]
-    listed = [each.id for each in client.files.list(limit=2)]
-    assert set(ids) <= set(listed)
-    assert len(listed) == len(set(listed))
-    with pytest.raises(openai.BadRequestError):
-        client.files.list(limit=0)
-    with pytest.raises(openai.BadRequestError):
-        client.files.list(after="file-unknown")
 
 
 @pytest.mark.parametrize(
@@ -196,24 +167,6 @@ def test_what_is_asked_for_is_checked(client: OpenAI) -> None:
             client.batches.retrieve(unknown)
         with pytest.raises(openai.NotFoundError):
             client.batches.cancel(unknown)
-
-
-LINES = [chat_line(f"r{i}", f"song {i}") for i in range(400)]
-
-
-@contextmanager
-def stalled(served: Served, client: OpenAI, **options: Any) -> Iterator[Batch]:
-    """A batch of `LINES` of which the engine answers some 20 and then no more."""
-    served.engine.stall_after = 20
-    try:
-        batch = start(client, jsonl(*LINES), **options)
-        while batch.request_counts is None or batch.request_counts.completed < 20:
-            assert batch.status in ("validating", "in_progress")
-            time.sleep(0.05)
-            batch = client.batches.retrieve(batch.id)
-        yield batch
-    finally:
-        served.engine.step, served.engine.stall_after = 0.0, None
 
 
 def test_a_cancelled_batch_keeps_what_it_has(served: Served, client: OpenAI) -> None:

@@ -178,3 +178,23 @@ def test_pictures(tmp_path: Path) -> None:
 
 def test_random_prompts_avoid_special_tokens() -> None:
     assert all(3 <= token < 20 for item in random_prompts(20, (50, 50), 1) for token in item.prompt)
+
+
+def test_decode_and_prompt_rows_in_one_step(
+    config: EngineConfig, tiny: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save(profile(device_name=cpu_name(), threads=available_cores(), cores=available_cores()))
+    words = ["bench", "mixed-steps", "--model", str(tiny), "--mix", "3+8", "--mix", "2+40", "--context", "20"]
+    with pytest.raises(SystemExit, match="0"):
+        main([*words, "--rounds", "2", "--json"])
+    told = json.loads(capsys.readouterr().out)
+    assert [(mix["decode_rows"], mix["prompt_rows"]) for mix in told["mixes"]] == [(3, 8), (2, 40)]
+    assert told["overlap"] is False
+    for mix in told["mixes"]:
+        assert mix["together_over_longer"] == pytest.approx(
+            mix["together_ms"] / max(mix["decode_ms"], mix["prompt_ms"]), rel=0.2
+        )
+        assert 0 < mix["predicted_over_sum"] < 1
+    with pytest.raises(SystemExit, match="2"):
+        main(["bench", "mixed-steps", "--model", str(tiny), "--mix", "2+9999"])
+    assert "--max-num-batched-tokens" in capsys.readouterr().err

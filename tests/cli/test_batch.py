@@ -139,6 +139,18 @@ def test_a_job_is_named_by_the_beginning_of_its_id(tmp_path: Path) -> None:
     assert headrace("batch", "cancel", "batch_a", home=tmp_path).stdout == f"{first}: cancelled\n"
 
 
+def test_a_servers_batch_is_left_to_a_server_to_end(tmp_path: Path) -> None:
+    job = new_job_id()
+    paths = {name: str(tmp_path / name) for name in ("input", "output", "errors")}
+    folder = create_job(JobSpec(id=job, origin="server", created_at=0.0, **paths), tmp_path / "jobs")
+    (tmp_path / "input").write_text(request("a", "b"))
+    done = headrace("batch", "cancel", job, home=tmp_path)
+    assert done.returncode == 0
+    assert done.stdout == f"{job}: cancelling; a server ends it, now or when one runs again\n"
+    assert not folder.state().final
+    assert json.loads(headrace("batch", "status", job, "--json", home=tmp_path).stdout)["status"] == "cancelling"
+
+
 def test_a_job_that_runs_is_not_resumed_and_no_engine_is_loaded_for_it(tmp_path: Path) -> None:
     job = "batch_" + "a" * 32
     jobs_in(tmp_path, job)

@@ -11,7 +11,7 @@ import pytest
 from headrace.bench.tiny_models import save
 from headrace.cluster.local import launch
 from headrace.cluster.messages import FromWorker, Stepped, Submit, ToWorker
-from headrace.cluster.worker import IDLE_MS, StopWorker, Worker
+from headrace.cluster.worker import BEAT_SECONDS, IDLE_MS, StopWorker, Worker
 from headrace.core.config import CacheConfig, EngineConfig, ModelConfig, StoreConfig
 from headrace.core.events import Delta, EngineStats
 from headrace.core.request import Request
@@ -155,6 +155,36 @@ class Script:
             elif len(self.waits) == 5:
                 raise StopWorker
         return None
+
+
+class Prompting:
+    """An engine that computes a long prompt for some steps, which bring nothing to tell."""
+
+    idle = False
+
+    def __init__(self, clock: list[float]) -> None:
+        self._clock, self._steps = clock, 0
+
+    def step(self, interrupt: object) -> list[Delta]:
+        self._steps += 1
+        self._clock[0] += 0.4 * BEAT_SECONDS
+        if self._steps > 10:
+            raise StopWorker
+        return []
+
+    def stats(self) -> EngineStats:
+        return EngineStats(steps_total=self._steps)
+
+
+def test_a_worker_at_a_long_prompt_says_that_its_steps_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [100.0]
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+    script = Script(request("a", [1]))
+    script.receive(0)  # the engine has it
+    with pytest.raises(StopWorker):
+        Worker(script, Prompting(clock)).run()  # type: ignore[arg-type]
+    told = [message.stats.steps_total for message in script.sent if isinstance(message, Stepped)]
+    assert told == [1, 4, 7, 10]
 
 
 def test_an_idle_worker_sends_its_numbers_only_when_they_change_and_does_not_spin(

@@ -119,10 +119,12 @@ def test_an_engine_that_is_silent_for_too_long_is_given_up() -> None:
         async with ready(impatient) as (client, worker):
             await asyncio.sleep(0.8)  # it has nothing to do, and may be silent
             reader = client.submit(request("r"))
-            for _ in range(8):  # longer than its time: it says that it is at work
+            for steps in range(1, 9):  # longer than its time: it says that its steps end
                 await asyncio.sleep(0.1)
-                await worker.send(encode(Stepped([], EngineStats())))
+                await worker.send(encode(Stepped([], EngineStats(steps_total=steps))))
             assert client.dead is None
+            for _ in range(2):  # that it lives is not enough
+                await worker.send(encode(Stepped([], EngineStats(steps_total=8))))
             with pytest.raises(EngineDead, match=r"0\.5 s \(--step-timeout\)"):
                 await asyncio.wait_for(anext(reader), 20)
             assert client.dead is not None

@@ -1,8 +1,12 @@
-"""A job over the echo, and the most memory it took: `big_job.py HOME LINES BYTES`, last line the peak in bytes."""
+"""A job over the echo, and the most memory it took: `big_job.py HOME LINES BYTES TOKENS ORDER`.
+
+The last line is the peak of all resident memory and of that which no file stands behind, in bytes.
+"""
 
 import asyncio
 import re
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -33,25 +37,46 @@ class _Count:
         return self._count
 
 
-def write(path: Path, lines: int, size: int) -> None:
-    """Lines of `size` bytes, most of it in a field that nobody reads."""
+class Watch(threading.Thread):
+    """Looks at the memory that no file stands behind; a mapped file's pages are the system's to take back."""
+
+    def __init__(self) -> None:
+        super().__init__(daemon=True)
+        self.peak = 0
+
+    def run(self) -> None:
+        while True:
+            self.peak = max(self.peak, status("RssAnon"))
+            time.sleep(0.01)
+
+
+def status(name: str) -> int:
+    """A line of /proc/self/status, in bytes."""
+    (value,) = re.findall(rf"^{name}:\s*(\d+) kB$", Path("/proc/self/status").read_text(), re.M)
+    return int(value) << 10
+
+
+def write(path: Path, lines: int, size: int, tokens: int) -> None:
+    """Lines of `size` bytes, most of it in a field that nobody reads; groups of 16 share half of their prompts."""
     with path.open("wb") as file:
         for number in range(lines):
-            head = (
-                b'{"custom_id":"r%d","method":"POST","url":"/v1/chat/completions","body":{"text":"abc","pad":"' % number
-            )
+            group, own = b"%08d" % (number % (lines // 16 + 1)), b"%08d" % number
+            text = ((group * tokens)[: tokens // 2] + own * tokens)[:tokens]
+            head = b'{"custom_id":"r%d","method":"POST","url":"/v1/chat/completions","body":{"text":"%s","pad":"'
+            head %= (number, text)
             file.write(head + b"x" * (size - len(head) - 4) + b'"}}\n')
 
 
 if __name__ == "__main__":
-    home, lines, size = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
-    write(home / "in.jsonl", lines, size)
+    home, lines, size, tokens, order = Path(sys.argv[1]), *map(int, sys.argv[2:5]), sys.argv[5]
+    write(home / "in.jsonl", lines, size, tokens)
     spec = JobSpec(
         id=new_job_id(), origin="cli", created_at=time.time(), input=str(home / "in.jsonl"),
         output=str(home / "out.jsonl"), errors=str(home / "errors.jsonl"),
     )  # fmt: skip
-    state = asyncio.run(runner(create_job(spec, home / "jobs"), Forgetful()).run())
+    watch = Watch()
+    watch.start()
+    state = asyncio.run(runner(create_job(spec, home / "jobs"), Forgetful(), order=order).run())
     assert state.completed == lines
     # Not `ru_maxrss`: that begins with what the process had that started this one.
-    (peak,) = re.findall(r"^VmHWM:\s*(\d+) kB$", Path("/proc/self/status").read_text(), re.M)
-    print(int(peak) << 10)
+    print(status("VmHWM"), watch.peak)

@@ -1,5 +1,7 @@
 """The application: routes, and OpenAI's error object for everything else."""
 
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +33,7 @@ from headrace.core import paths
 from headrace.core.config import EngineConfig, ServerConfig
 from headrace.core.errors import EngineDead, HeadraceError
 from headrace.front.generator import Generator
+from headrace.offline.jobs.folder import held_bytes
 from headrace.version import __version__
 
 ABSENT = (
@@ -55,7 +58,11 @@ ABSENT = (
 
 
 def make_state(
-    generator: Generator, config: ServerConfig, engine: EngineConfig | None = None, home: Path | None = None
+    generator: Generator,
+    config: ServerConfig,
+    engine: EngineConfig | None = None,
+    home: Path | None = None,
+    clock: Callable[[], float] = time.time,
 ) -> ServerState:
     """What the routes share, with the names and parsers that the configuration and the model imply.
 
@@ -64,6 +71,7 @@ def make_state(
         config: of the server.
         engine: what the engine was configured with; None: its defaults.
         home: where files and batches lie; None: `HEADRACE_HOME`.
+        clock: seconds since the epoch, for files.
     """
     home = home or paths.home()
     tokenizer, info = generator.tokenizer, generator.client.info
@@ -79,7 +87,7 @@ def make_state(
         metrics=Metrics(model),
         hermes=config.tool_parser != "none",
         engine=engine or EngineConfig(),
-        files=FileStore(home / "files", config.max_files_bytes),
+        files=FileStore(home / "files", config.max_files_bytes, lambda: held_bytes(home / "jobs"), clock),
         jobs=home / "jobs",
         think=config.reasoning_parser == "think" or (config.reasoning_parser == "auto" and knows_think),
     )

@@ -3,51 +3,39 @@
 import asyncio
 import logging
 import math
-import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from contextlib import suppress
-from dataclasses import dataclass
-from pathlib import Path
+from typing import Any, Literal
 
 from headrace.api.batch_endpoint import BatchEndpoint
-from headrace.api.batch_object import ERRORS, OUTPUT
-from headrace.api.errors import ApiError, disk_full
-from headrace.api.file_store import FileInfo, derived_id, no_file
+from headrace.api.batch_folders import BatchFolders
+from headrace.api.batch_making import ORDER, BatchMaker
+from headrace.api.batch_queue import BatchQueue, Waiting, rest_of
+from headrace.api.batch_request import BatchRequest
+from headrace.api.batch_results import publish_results, result_ids
+from headrace.api.errors import ApiError
 from headrace.api.state import ServerState
 from headrace.core.errors import EngineDead, HeadraceError, QueueFull
 from headrace.offline.jobs.cancel import close_job
-from headrace.offline.jobs.device import JobDevice, device_of, fleet_of
-from headrace.offline.jobs.errors import JobBusy, JobError
-from headrace.offline.jobs.folder import JobFolder, create_job, list_jobs
-from headrace.offline.jobs.predict import sample, seconds_of
+from headrace.offline.jobs.device import fleet_of
+from headrace.offline.jobs.errors import JobBusy
+from headrace.offline.jobs.folder import JobFolder, list_jobs
+from headrace.offline.jobs.progress import Progress
 from headrace.offline.jobs.runner import JobRunner, Stopped
-from headrace.offline.jobs.spec import JobSpec, JobState, new_job_id
+from headrace.offline.jobs.spec import JobSpec, JobState
 
 log = logging.getLogger("headrace.api")
 
 MAX_WAITING = 1000  # batches that have not ended
 RETRY_S = 10.0
+LOOK_S = 10.0  # how soon it is seen that a command has cancelled a batch that waits
+SWEEP_S = 600.0  # how long an expired file lies on the disk still
 LONGEST_TIMER_S = 86400.0 * 40
 PAUSE = 1.0  # validation leaves as much time to the front's other work as it takes
-ORDER = "blend"
 
-
-@dataclass(slots=True)
-class Waiting:
-    """A batch that has not ended.
-
-    Attributes:
-        folder: of the job.
-        due: when it expires, seconds since the epoch.
-        not_before: on the loop's clock, when to try it again.
-        expiry: ends it when its time is up while others run.
-    """
-
-    folder: JobFolder
-    due: float
-    not_before: float
-    expiry: asyncio.TimerHandle
+#: How an attempt went: to its end, let go in favour of another batch or of the server's end, or it could not go on.
+Attempt = Literal["ended", "let go", "failed"]
 
 
 class BatchService:
@@ -62,94 +50,43 @@ class BatchService:
         self._state = state
         self._clock = clock
         self._endpoint = BatchEndpoint(state)
-        self._waiting: dict[str, Waiting] = {}
+        self._maker = BatchMaker(state, self._endpoint, clock)
+        self._queue = BatchQueue()
+        self._expiries: dict[str, asyncio.TimerHandle] = {}
         self._arrived = asyncio.Event()
-        self._worker: asyncio.Task[None] | None = None
+        self._creating = asyncio.Lock()  # what looking at an input takes is taken once
         self._runner: JobRunner | None = None
-        self._stopping = False
-        self._device: JobDevice | None = None
-        self._closing: set[asyncio.Task[None]] = set()
-        self._unreadable: set[str] = set()  # batches of which the log has told
+        self._stopping = asyncio.Event()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._started = False
+        self.folders = BatchFolders(state.jobs)
 
     async def resume(self) -> None:
-        """Take up the batches that this model's servers left unfinished."""
-        for folder in await asyncio.to_thread(self._unfinished):
-            self._queue(folder)
+        """Take up the batches that servers left unfinished."""
+        for batch in await asyncio.to_thread(self._unfinished):
+            self._add(batch)
+        self._start()
 
-    async def create(
-        self, source: FileInfo, endpoint: str, window: float, completion_window: str, metadata: dict[str, str] | None
-    ) -> JobFolder:
-        """Make a batch and queue it.
+    async def create(self, asked: BatchRequest) -> JobFolder:
+        """Make a batch of what has been checked, and queue it.
 
         Raises:
             QueueFull: too many have not ended.
-            ApiError: the server ends.
+            ApiError: the server ends, or the input is gone.
         """
-        if self._stopping:
-            raise ApiError(503, "the server is shutting down", "service_unavailable", code="shutting_down")
-        if len(self._waiting) >= MAX_WAITING:
-            raise QueueFull(f"{MAX_WAITING} batches have not ended yet; try again later")
-        job = new_job_id()
-        files = self._state.files
-        spec = JobSpec(
-            id=job,
-            origin="server",
-            created_at=self._clock(),
-            input=str(self._state.jobs / job / "input.jsonl"),
-            output=str(files.data_path(derived_id(job, OUTPUT))),
-            errors=str(files.data_path(derived_id(job, ERRORS))),
-            endpoint=endpoint,
-            order=ORDER,
-            window=window,
-            completion_window=completion_window,
-            fingerprint=self._endpoint.fingerprint,
-            input_file=source.id,
-            metadata=metadata,
-        )
-        content = files.data_path(source.id)
-        try:
-            seconds = await self._predict(content, endpoint)
-            state = JobState(predicted_s=seconds)
-            if seconds is not None:
-                state.predicted_end = (
-                    spec.created_at + await asyncio.to_thread(self._backlog, spec.expires_at) + seconds
-                )
-            folder = await asyncio.to_thread(create_job, spec, self._state.jobs, content, state)
-        except FileNotFoundError:
-            raise no_file(source.id) from None
-        self._queue(folder)
-        return folder
+        async with self._creating:
+            if self._stopping.is_set():
+                raise ApiError(503, "the server is shutting down", "service_unavailable", code="shutting_down")
+            if len(self._queue) >= MAX_WAITING:
+                raise QueueFull(f"{MAX_WAITING} batches have not ended yet; try again later")
+            batch = await self._maker.make(asked, self._queue)
+            self._add(batch)
+            self._start()
+        return batch.folder
 
-    def get(self, batch_id: str) -> JobFolder:
-        """A batch of any server of this `HEADRACE_HOME`, but no job of a command; `batch_id` is well formed.
-
-        Raises:
-            ApiError: 404, there is none.
-        """
-        folder = JobFolder(self._state.jobs / batch_id)
-        found = folder.exists
-        with suppress(JobError):  # one that cannot be read may be a server's; whoever reads it next tells
-            found = found and folder.spec().origin == "server"
-        if not found:
-            raise ApiError(404, f"No batch found: {batch_id}", param="batch_id", code="batch_not_found")
-        return folder
-
-    def batches(self) -> list[JobFolder]:
-        """All batches, the newest first, but those whose journal is damaged (the log tells of each once)."""
-        found: list[tuple[float, JobFolder]] = []
-        for folder in list_jobs(self._state.jobs):
-            try:
-                spec = folder.spec()
-            except JobError as error:
-                if disk_full(error):
-                    raise  # none can be read
-                if folder.id not in self._unreadable:
-                    self._unreadable.add(folder.id)
-                    log.warning("a batch cannot be read", extra={"batch": folder.id, "reason": str(error)})
-                continue
-            if spec.origin == "server":
-                found.append((spec.created_at, folder))
-        return [folder for _, folder in sorted(found, key=lambda each: (-each[0], each[1].id))]
+    def predicted(self) -> dict[str, float]:
+        """When each batch that has not ended is expected to, seconds since the epoch, as far as that is known."""
+        return self._queue.ends(self._clock())
 
     async def cancel(self, folder: JobFolder) -> None:
         """End a batch; returns when that is asked for, or done where nobody runs it.
@@ -163,14 +100,12 @@ class BatchService:
         if state.final:
             raise ApiError(409, f"Cannot cancel a batch with status {state.status!r}.", code="batch_not_cancellable")
         await asyncio.to_thread(folder.ask_to_cancel)
-        if self._runner is not None and self._runner.job == folder.id:
-            self._runner.look()
-            return
-        await self._close(folder)
+        if not self._look_at_running(folder):
+            await self._close(folder)
 
     def stop(self) -> None:
         """Let go of the running batch; it goes on when the next server starts."""
-        self._stopping = True
+        self._stopping.set()
         self._arrived.set()
         if self._runner is not None:
             self._runner.stop()
@@ -178,78 +113,130 @@ class BatchService:
     async def close(self) -> None:
         """Stop, and wait until the files are closed."""
         self.stop()
-        if self._worker is not None:
-            await self._worker
-        for waiting in self._waiting.values():
-            waiting.expiry.cancel()
-        await asyncio.gather(*self._closing, return_exceptions=True)
+        for expiry in self._expiries.values():
+            expiry.cancel()
+        while self._tasks:
+            await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    def _unfinished(self) -> list[JobFolder]:
-        found = []
+    def _unfinished(self) -> list[Waiting]:
+        """The batches that have not ended; does what servers that died have left undone for the others."""
+        files, found = self._state.files, []
         for folder in list_jobs(self._state.jobs):
             try:
                 spec, state = folder.spec(), folder.state()
-            except HeadraceError as error:
+                if spec.origin == "server" and state.final:
+                    publish_results(files, spec, state)
+                    folder.tidy(spec)
+            except (HeadraceError, OSError) as error:
                 log.warning("a batch cannot be read", extra={"batch": folder.id, "reason": str(error)})
                 continue
-            if spec.origin != "server":
-                continue
-            if state.final:
-                folder.tidy(spec)  # a server that died at the very end has not done it
-            elif spec.fingerprint == self._endpoint.fingerprint or (spec.expires_at or math.inf) <= self._clock():
-                found.append(folder)  # one of another model is only ended when its time is up
+            if spec.origin == "server" and not state.final:
+                served = spec.fingerprint == self._endpoint.fingerprint
+                found.append(Waiting(folder.id, spec.expires_at or math.inf, rest_of(state), folder, served))
+        files.sweep_content({each for folder in list_jobs(self._state.jobs) for each in result_ids(folder.id)})
         return found
 
-    def _queue(self, folder: JobFolder) -> None:
+    def _start(self) -> None:
+        if not self._started and not self._stopping.is_set():
+            self._started = True
+            self._begin(self._work())
+            self._begin(self._tend())
+
+    def _begin(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def _add(self, batch: Waiting) -> None:
         loop = asyncio.get_running_loop()
-        due = folder.spec().expires_at or math.inf
-        expiry = loop.call_later(max(0.0, min(due - self._clock(), LONGEST_TIMER_S)), self._expire, folder)
-        self._waiting[folder.id] = Waiting(folder, due, 0.0, expiry)
-        self._state.metrics.batches = len(self._waiting)
+        wait = max(0.0, min(batch.due - self._clock(), LONGEST_TIMER_S))
+        self._expiries[batch.id] = loop.call_later(wait, self._expire, batch)
+        self._queue.add(batch)
+        self._state.metrics.batches = len(self._queue)
         self._arrived.set()
-        if self._worker is None:
-            self._worker = asyncio.create_task(self._work())
+        self._give_way()
+
+    def _forget(self, job: str) -> None:
+        self._queue.remove(job)
+        self._state.metrics.batches = len(self._queue)
+        expiry = self._expiries.pop(job, None)
+        if expiry is not None:
+            expiry.cancel()
 
     async def _work(self) -> None:
         """Run what waits, until `stop`."""
         now = asyncio.get_running_loop().time
-        while not self._stopping:
+        while not self._stopping.is_set():
             self._arrived.clear()
-            ready = [each for each in self._waiting.values() if each.not_before <= now()]
-            if not ready:
-                next_try = min((each.not_before for each in self._waiting.values()), default=None)
+            batch = self._queue.next(now())
+            if batch is None:
                 with suppress(TimeoutError):
-                    async with asyncio.timeout_at(next_try):
+                    async with asyncio.timeout_at(self._queue.next_try()):
                         await self._arrived.wait()
                 continue
-            first = min(ready, key=lambda each: (each.due, each.folder.id))
             try:
-                ended = await self._run(first.folder)
+                attempt = await self._run(batch)
             except Exception as error:
-                log.exception("a batch failed", exc_info=error, extra={"batch": first.folder.id})
-                ended = False
-            if ended:
-                self._forget(first.folder)
-            first.not_before = now() + RETRY_S
+                log.exception("a batch failed", exc_info=error, extra={"batch": batch.id})
+                attempt = "failed"
+            if attempt == "ended":
+                self._forget(batch.id)
+            elif attempt == "failed":
+                batch.not_before = now() + RETRY_S
 
-    def _forget(self, folder: JobFolder) -> None:
-        waiting = self._waiting.pop(folder.id, None)
-        self._state.metrics.batches = len(self._waiting)
-        if waiting is not None:
-            waiting.expiry.cancel()
+    def _give_way(self) -> None:
+        """Let go of the running batch where another would end too late behind it; it goes on afterwards."""
+        if self._runner is not None and self._queue.gives_way(self._clock()):
+            self._runner.stop()
 
-    def _expire(self, folder: JobFolder) -> None:
-        """The time of a batch is up; where it runs, its runner ends it."""
-        if self._runner is not None and self._runner.job == folder.id:
-            self._runner.look()
-        elif not self._stopping:
-            task = asyncio.create_task(self._close(folder))
-            self._closing.add(task)
-            task.add_done_callback(self._closing.discard)
+    async def _tend(self) -> None:
+        """Look after the batches that do not run, and after expired files, until `stop`."""
+        swept = -math.inf
+        while not self._stopping.is_set():
+            try:
+                for batch in await asyncio.to_thread(self._over, self._queue.idle):
+                    if self._stopping.is_set():
+                        break
+                    await self._end(batch)
+                self._give_way()
+                if time.monotonic() - swept >= SWEEP_S:
+                    swept = time.monotonic()
+                    await asyncio.to_thread(self._state.files.sweep)
+            except Exception as error:
+                log.exception("batches that wait could not be looked after", exc_info=error)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(LOOK_S):
+                    await self._stopping.wait()
 
-    async def _run(self, folder: JobFolder) -> bool:
-        """One attempt; False where it must be tried again."""
-        state, device = self._state, await asyncio.to_thread(self._device_of)
+    def _over(self, batches: list[Waiting]) -> list[Waiting]:
+        """Those that are to end without having run: cancelled by a command, or their time is up."""
+        found = []
+        for batch in batches:
+            with suppress(HeadraceError):  # a damaged one
+                if batch.due <= self._clock() or batch.folder.cancel_wanted:
+                    found.append(batch)
+        return found
+
+    def _expire(self, batch: Waiting) -> None:
+        """The time of a batch is up."""
+        if not self._look_at_running(batch.folder) and not self._stopping.is_set():
+            self._begin(self._end(batch))
+
+    def _look_at_running(self, folder: JobFolder) -> bool:
+        """Whether a batch runs; then it looks whether it is to end."""
+        if self._runner is None or self._runner.job != folder.id:
+            return False
+        self._runner.look()
+        return True
+
+    async def _run(self, batch: Waiting) -> Attempt:
+        """One attempt."""
+        state, device, folder = self._state, await asyncio.to_thread(self._maker.device), batch.folder
+
+        def tell(progress: Progress) -> None:
+            batch.rest = batch.rest if progress.eta_s is None else progress.eta_s
+            state.metrics.tell_batch(progress)
+
         runner = self._runner = JobRunner(
             folder,
             self._endpoint,
@@ -258,63 +245,42 @@ class BatchService:
             optimum=device.optimum,
             limit=state.config.max_request_bytes,
             pause=PAUSE,
-            tell=state.metrics.tell_batch,
+            tell=tell,
             publish=self._publish,
             clock=self._clock,
         )
+        self._queue.running = batch
         try:
             begun = await asyncio.to_thread(folder.state)
             state.metrics.begin_batch(begun.completed, begun.failed)
-            if self._stopping:
-                return False
+            if self._stopping.is_set():
+                return "let go"
             await runner.run()
-        except (Stopped, EngineDead):
-            return False
-        except JobBusy:  # another server of this model has it; when that one dies, it is ours
-            return False
+        except Stopped:
+            return "let go"
+        except (EngineDead, JobBusy):  # another server of this model has it; when that one dies, it is ours
+            return "failed"
         except HeadraceError as error:
             log.warning("a batch cannot go on now", extra={"batch": folder.id, "reason": str(error)})
-            return False
+            return "failed"
         finally:
-            self._runner = None
+            self._runner = self._queue.running = None
             state.metrics.tell_batch(None)
-        return True
+        return "ended"
+
+    async def _end(self, batch: Waiting) -> None:
+        """End a batch that waits; where that fails, it is tried again."""
+        try:
+            await self._close(batch.folder)
+        except HeadraceError as error:
+            log.warning("a batch cannot be ended now", extra={"batch": batch.id, "reason": str(error)})
 
     async def _close(self, folder: JobFolder) -> None:
-        """End a batch that waits."""
         try:
             await close_job(folder, self._publish, self._clock)
         except JobBusy:
             return  # whoever runs it has been asked
-        self._forget(folder)
-
-    async def _predict(self, content: Path, endpoint: str) -> float | None:
-        """Seconds that a file will take; None where the device is not known."""
-        try:
-            device = await asyncio.to_thread(self._device_of)
-        except HeadraceError:
-            return None
-        return seconds_of(await sample(content, endpoint, self._endpoint, self._state.config.max_request_bytes), device)
-
-    def _backlog(self, due: float | None) -> float:
-        """Seconds of the batches that are due before."""
-        waiting = list(self._waiting.values())
-        seconds = 0.0
-        for each in waiting:
-            if due is None or each.due <= due:
-                with suppress(JobError):  # a damaged one takes no time
-                    state = each.folder.state()
-                    seconds += max(0.0, (state.predicted_s or 0.0) - state.seconds)
-        return seconds
-
-    def _device_of(self) -> JobDevice:
-        if self._device is None:
-            self._device = device_of(self._state.info, self._state.engine)
-        return self._device
+        self._forget(folder.id)
 
     def _publish(self, spec: JobSpec, last: JobState) -> None:
-        """Make files of the results; done again after a crash, it changes nothing."""
-        for what, path, size in ((OUTPUT, spec.output, last.output_bytes), (ERRORS, spec.errors, last.error_bytes)):
-            if size and os.path.exists(path):
-                name = f"{spec.id}_{what}.jsonl"
-                self._state.files.publish(Path(path), name, "batch_output", derived_id(spec.id, what))
+        publish_results(self._state.files, spec, last)

@@ -2,8 +2,7 @@
 
 import asyncio
 import logging
-import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -12,41 +11,23 @@ from fastapi import FastAPI, Request
 from starlette.responses import Response
 
 from headrace.api.batch_object import batch_object
+from headrace.api.batch_request import BatchRequest, check
 from headrace.api.batch_service import BatchService
 from headrace.api.chunks import encode
 from headrace.api.errors import ApiError, disk_full
-from headrace.api.file_store import FILE_ID, no_file
 from headrace.api.paging import page
 from headrace.api.schema import decode
 from headrace.api.state import ServerState
 from headrace.api.submit import read_body
 from headrace.api.upload import PURPOSE
 from headrace.core.errors import InvalidRequest
-from headrace.core.settings import parse_duration
 from headrace.offline.jobs.errors import JobError
 from headrace.offline.jobs.folder import JobFolder
-from headrace.offline.jobs.lines import URLS
 from headrace.offline.jobs.spec import JOB_ID
 
 log = logging.getLogger("headrace.api")
 
 MOST_BATCHES = 100
-MAX_METADATA, MAX_KEY, MAX_VALUE = 16, 64, 512
-SHORTEST_S, LONGEST_S = 1.0, 30 * 86400.0
-
-_WINDOW = re.compile(r"[0-9]{1,7}[smhd]")
-
-
-class BatchRequest(msgspec.Struct, kw_only=True):
-    """The body of POST /v1/batches; `output_expires_after` is accepted and results are kept until they are deleted."""
-
-    input_file_id: str
-    endpoint: str
-    completion_window: str
-    metadata: dict[str, str] | None = None
-    output_expires_after: Any = None
-
-
 _DECODER = msgspec.json.Decoder(BatchRequest)
 
 
@@ -56,47 +37,49 @@ def batch_routes(app: FastAPI, state: ServerState, batches: BatchService) -> Non
     @app.post("/v1/batches")
     async def _create(request: Request) -> Response:
         asked = decode(_DECODER, await read_body(request))
-        window = check(asked)
+        check(asked)
         info = await asyncio.to_thread(state.files.get, asked.input_file_id)
         if info.purpose != PURPOSE:
             raise InvalidRequest(
                 f"file {info.id} has the purpose {info.purpose!r}; a batch needs one uploaded for `batch`",
                 "input_file_id",
             )
-        folder = await batches.create(
-            info, asked.endpoint, window, asked.completion_window, asked.metadata
-        )  # fmt: skip
-        return _json(await asyncio.to_thread(told, folder))
+        folder = await batches.create(asked)
+        return _json(await asyncio.to_thread(told, folder, batches.predicted()))
 
     @app.get("/v1/batches")
     async def _list(request: Request) -> Response:
-        folders = await asyncio.to_thread(batches.batches)
+        folders = await asyncio.to_thread(batches.folders.all)
         found = page(folders, request.query_params, MOST_BATCHES, lambda folder: folder.id)
-        found["data"] = await asyncio.to_thread(_readable, found["data"])
+        found["data"] = await asyncio.to_thread(_readable, found["data"], batches.predicted())
         return _json(found)
 
     @app.get("/v1/batches/{batch_id}")
     async def _batch(batch_id: str) -> Response:
-        folder = await asyncio.to_thread(batches.get, checked(batch_id))
-        return _json(await asyncio.to_thread(told, folder))
+        folder = await asyncio.to_thread(batches.folders.get, checked(batch_id))
+        return _json(await asyncio.to_thread(told, folder, batches.predicted()))
 
     @app.post("/v1/batches/{batch_id}/cancel")
     async def _cancel(batch_id: str) -> Response:
-        folder = await asyncio.to_thread(batches.get, checked(batch_id))
-        await asyncio.to_thread(told, folder)  # or the error of one that cannot be read
+        folder = await asyncio.to_thread(batches.folders.get, checked(batch_id))
+        await asyncio.to_thread(told, folder, {})  # or the error of one that cannot be read
         await batches.cancel(folder)
-        return _json(await asyncio.to_thread(told, folder))
+        return _json(await asyncio.to_thread(told, folder, batches.predicted()))
 
 
-def told(folder: JobFolder) -> dict[str, Any]:
+def told(folder: JobFolder, predicted: Mapping[str, float]) -> dict[str, Any]:
     """The object of one batch.
+
+    Args:
+        folder: of the job.
+        predicted: when batches are expected to end, by their ids.
 
     Raises:
         ApiError: 500, its journal cannot be read.
         JobError: the disk is full, which is no fault of this one.
     """
     try:
-        return batch_object(folder)
+        return batch_object(folder, predicted.get(folder.id))
     except JobError as error:
         if disk_full(error):
             raise
@@ -108,38 +91,12 @@ def told(folder: JobFolder) -> dict[str, Any]:
         ) from error
 
 
-def _readable(folders: Sequence[JobFolder]) -> list[dict[str, Any]]:
+def _readable(folders: Sequence[JobFolder], predicted: Mapping[str, float]) -> list[dict[str, Any]]:
     found = []
     for folder in folders:
         with suppress(ApiError):  # the log has it; it hides none of the others
-            found.append(told(folder))
+            found.append(told(folder, predicted))
     return found
-
-
-def check(asked: BatchRequest) -> float:
-    """The window in seconds.
-
-    Raises:
-        InvalidRequest, ApiError: a field is wrong.
-    """
-    if not FILE_ID.fullmatch(asked.input_file_id):
-        raise no_file(asked.input_file_id)
-    if asked.endpoint not in URLS:
-        raise InvalidRequest(f"`endpoint` must be {' or '.join(URLS)}, got {asked.endpoint[:100]!r}", "endpoint")
-    metadata = asked.metadata or {}
-    if len(metadata) > MAX_METADATA or any(len(k) > MAX_KEY or len(v) > MAX_VALUE for k, v in metadata.items()):
-        raise InvalidRequest(
-            f"`metadata` has at most {MAX_METADATA} pairs, keys of {MAX_KEY} and values of {MAX_VALUE} characters",
-            "metadata",
-        )
-    text = asked.completion_window
-    window = parse_duration(text) if _WINDOW.fullmatch(text) else 0.0
-    if not SHORTEST_S <= window <= LONGEST_S:
-        raise InvalidRequest(
-            f"`completion_window` must be a duration such as 24h, 90m or 7d (up to 30d), got {text[:100]!r}",
-            "completion_window",
-        )
-    return window
 
 
 def checked(batch_id: str) -> str:

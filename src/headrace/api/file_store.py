@@ -6,47 +6,24 @@ checked against `FILE_ID` before they become part of a path; a client's file nam
 
 import logging
 import os
-import re
 import tempfile
 import threading
 import time
 import uuid
+from collections.abc import Callable, Collection, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
 
 import msgspec
-import xxhash
 
 from headrace.api.errors import ApiError
+from headrace.api.file_info import FileInfo, check_id, no_file
 
 log = logging.getLogger("headrace.api")
 
-FILE_ID = re.compile(r"file-[0-9a-f]{32}")
 STALE_S = 86400.0
 MAX_NAME = 255
-
-
-class FileInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """OpenAI's file object.
-
-    Attributes:
-        id: see `FILE_ID`.
-        bytes: of the content.
-        created_at: seconds since the epoch.
-        filename: as the client called it.
-        purpose: `batch`, or `batch_output`.
-        object: always `file`.
-        status: always `processed`.
-    """
-
-    id: str
-    bytes: int
-    created_at: int
-    filename: str
-    purpose: str
-    object: str = "file"
-    status: str = "processed"
 
 
 class FileStore:
@@ -55,19 +32,29 @@ class FileStore:
     Args:
         folder: where they lie; made when the first one comes.
         capacity: bytes of all files together.
+        elsewhere: bytes of deleted files that are in use still.
+        clock: seconds since the epoch.
     """
 
-    def __init__(self, folder: Path, capacity: int) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        capacity: int,
+        elsewhere: Callable[[], int] = lambda: 0,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
         self.folder = folder
         self._capacity = capacity
+        self._elsewhere = elsewhere
+        self._clock = clock
         self._lock = threading.Lock()
-        self._used = 0  # bytes in the folder but for our own uploads; counted anew whenever an upload begins
+        self._used = 0  # bytes but for our own uploads; counted anew whenever an upload begins
         self._taken: dict[Path, int] = {}  # bytes of each upload that has not ended
         self._told: set[str] = set()
 
     def data_path(self, file_id: str) -> Path:
         """Where a file's content lies, also before it is published."""
-        _checked(file_id)
+        check_id(file_id)
         return self.folder / f"{file_id}.data"
 
     def begin(self) -> Path:
@@ -78,7 +65,7 @@ class FileStore:
         path = Path(name)
         with self._lock:
             self._taken[path] = 0
-            self._used = self._count()
+            self._used = self._count() + self._elsewhere()
         return path
 
     def take(self, path: Path, count: int) -> None:
@@ -108,7 +95,9 @@ class FileStore:
             path.unlink(missing_ok=True)
             self._taken.pop(path, None)
 
-    def publish(self, content: Path, filename: str, purpose: str, file_id: str | None = None) -> FileInfo:
+    def publish(
+        self, content: Path, filename: str, purpose: str, file_id: str | None = None, kept_s: int | None = None
+    ) -> FileInfo:
         """Make a file of content that is complete; the same id again changes nothing.
 
         Args:
@@ -116,34 +105,30 @@ class FileStore:
             filename: what to show for it.
             purpose: see `FileInfo`.
             file_id: None: a fresh one.
+            kept_s: seconds until it expires; None: never.
         """
         if file_id is not None and (known := self._known(file_id)) is not None:
             return known
         file_id = file_id or f"file-{uuid.uuid4().hex}"
-        target = self.data_path(file_id)
+        target, created = self.data_path(file_id), int(self._clock())
         _sync(content)
-        with self._lock:
-            if content != target:
-                os.replace(content, target)
-            self._used += self._taken.pop(content, 0)
         info = FileInfo(
             id=file_id,
-            bytes=target.stat().st_size,
-            created_at=int(time.time()),
+            bytes=content.stat().st_size,
+            created_at=created,
             filename=filename[:MAX_NAME] or "upload.jsonl",
             purpose=purpose,
+            expires_at=None if kept_s is None else created + kept_s,
         )
-        handle, name = tempfile.mkstemp(prefix=".info-", dir=self.folder)
+        description = self._written(info)
         try:
-            with os.fdopen(handle, "wb") as file:
-                file.write(msgspec.json.encode(info))
-                file.flush()
-                os.fsync(file.fileno())
             with self._lock:
-                self._used += os.stat(name).st_size
-                os.replace(name, self._info_path(file_id))
+                if content != target:
+                    os.replace(content, target)
+                self._used += self._taken.pop(content, 0) + description.stat().st_size
+                os.replace(description, self._info_path(file_id))
         except BaseException:
-            Path(name).unlink(missing_ok=True)
+            description.unlink(missing_ok=True)
             if content != target:  # nobody would know of it
                 target.unlink(missing_ok=True)
             raise
@@ -153,17 +138,11 @@ class FileStore:
         """One file.
 
         Raises:
-            ApiError: 404, there is none of that id, or what describes it cannot be read.
+            ApiError: 404, there is none of that id (any more), or what describes it cannot be read.
         """
-        _checked(file_id)
-        try:
-            info = msgspec.json.decode(self._info_path(file_id).read_bytes(), type=FileInfo)
-        except FileNotFoundError:
-            raise no_file(file_id) from None
-        except (OSError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-            raise self._damaged(file_id, str(error)) from None
-        if info.id != file_id:
-            raise self._damaged(file_id, f"it is that of {info.id[:100]!r}")
+        info = self._read(file_id)
+        if info.expired(self._clock()):
+            raise no_file(file_id)
         return info
 
     def open(self, file_id: str) -> BinaryIO:
@@ -183,15 +162,8 @@ class FileStore:
 
     def list(self, purpose: str | None) -> list[FileInfo]:
         """All files, or those of a purpose; the newest first."""
-        found: list[FileInfo] = []
-        if self.folder.is_dir():
-            for path in self.folder.glob("file-*.json"):
-                try:
-                    info = self.get(path.stem)
-                except ApiError:  # deleted meanwhile, or damaged
-                    continue
-                if purpose is None or info.purpose == purpose:
-                    found.append(info)
+        now = self._clock()
+        found = [info for info in self._all() if not info.expired(now) and purpose in (None, info.purpose)]
         return sorted(found, key=lambda info: (-info.created_at, info.id))
 
     def delete(self, file_id: str) -> None:
@@ -200,7 +172,51 @@ class FileStore:
         Raises:
             ApiError: 404, there is none of that id.
         """
-        _checked(file_id)
+        known = self._known(file_id)
+        self._delete(file_id)
+        if known is not None and known.expired(self._clock()):
+            raise no_file(file_id)
+
+    def sweep(self) -> None:
+        """Delete the files that have expired."""
+        now = self._clock()
+        for info in self._all():
+            if info.expired(now):
+                with suppress(ApiError):  # deleted meanwhile
+                    self._delete(info.id)
+
+    def sweep_content(self, results: Collection[str]) -> None:
+        """Delete content that has no description since a server died between the two.
+
+        Args:
+            results: ids of files that batches write, which have none before they end.
+        """
+        for path in self.folder.glob("file-*.data"):
+            with suppress(OSError):  # deleted meanwhile, or not ours
+                described = path.stem in results or self._info_path(path.stem).exists()
+                if not described and self._stale(path.stat()):
+                    path.unlink()
+
+    def _all(self) -> Iterator[FileInfo]:
+        """What is described in the folder, expired or not."""
+        for path in self.folder.glob("file-*.json"):
+            with suppress(ApiError):  # deleted meanwhile, or damaged
+                yield self._read(path.stem)
+
+    def _read(self, file_id: str) -> FileInfo:
+        check_id(file_id)
+        try:
+            info = msgspec.json.decode(self._info_path(file_id).read_bytes(), type=FileInfo)
+        except FileNotFoundError:
+            raise no_file(file_id) from None
+        except (OSError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+            raise self._damaged(file_id, str(error)) from None
+        if info.id != file_id:
+            raise self._damaged(file_id, f"it is that of {info.id[:100]!r}")
+        return info
+
+    def _delete(self, file_id: str) -> None:
+        check_id(file_id)
         data = self.data_path(file_id)
         with self._lock:
             try:
@@ -210,12 +226,25 @@ class FileStore:
             with suppress(FileNotFoundError):  # gone already
                 self._used -= _removed(data)
 
+    def _written(self, info: FileInfo) -> Path:
+        """A temporary file with a description, on the disk."""
+        handle, name = tempfile.mkstemp(prefix=".info-", dir=self.folder)
+        try:
+            with os.fdopen(handle, "wb") as file:
+                file.write(msgspec.json.encode(info))
+                file.flush()
+                os.fsync(file.fileno())
+        except BaseException:
+            os.unlink(name)
+            raise
+        return Path(name)
+
     def _info_path(self, file_id: str) -> Path:
         return self.folder / f"{file_id}.json"
 
     def _known(self, file_id: str) -> FileInfo | None:
         try:
-            return self.get(file_id)
+            return self._read(file_id)
         except ApiError:
             return None
 
@@ -236,7 +265,7 @@ class FileStore:
                 status = entry.stat(follow_symlinks=False)
                 if path in self._taken:
                     continue
-                if entry.name.startswith((".upload-", ".info-")) and time.time() - status.st_mtime > STALE_S:
+                if entry.name.startswith((".upload-", ".info-")) and self._stale(status):
                     path.unlink()
                 elif entry.is_file():
                     total += status.st_size
@@ -244,12 +273,15 @@ class FileStore:
                 continue
         return total
 
+    def _stale(self, status: os.stat_result) -> bool:
+        return self._clock() - status.st_mtime > STALE_S
+
 
 def _removed(path: Path) -> int:
-    """Delete a file; the bytes it had."""
-    size = path.stat().st_size
+    """Delete a file; the bytes that are free then: none where a batch has it as its input."""
+    status = path.stat()
     path.unlink()
-    return size
+    return status.st_size if status.st_nlink == 1 else 0
 
 
 def _sync(path: Path) -> None:
@@ -260,19 +292,3 @@ def _sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def derived_id(job: str, what: str) -> str:
-    """The id of a job's result file: the same in every attempt."""
-    return f"file-{xxhash.xxh3_128_hexdigest(f'{job} {what}'.encode())}"
-
-
-def no_file(file_id: str) -> ApiError:
-    """404."""
-    shown = file_id[:100] if file_id.isprintable() else "with that id"
-    return ApiError(404, f"No such File object: {shown}", param="id", code="file_not_found")
-
-
-def _checked(file_id: str) -> None:
-    if not FILE_ID.fullmatch(file_id):
-        raise no_file(file_id)

@@ -123,7 +123,7 @@ def decode(decoder: msgspec.json.Decoder[T], body: bytes) -> T:
         decoded = decoder.decode(body)
         _warn_of_unknown(type(decoded), body)  # may find that what was skipped is no JSON
     except msgspec.ValidationError as error:
-        raise _wrong_type(str(error)) from None
+        raise wrong_type(str(error)) from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise InvalidRequest(f"the request's body is not valid JSON: {error}", code="invalid_json") from None
     except RecursionError:
@@ -140,7 +140,8 @@ def _warn_of_unknown(kind: type, body: bytes) -> None:
         log.warning("a request has a field that is not known here; it is ignored", extra={"field": name})
 
 
-def _wrong_type(message: str) -> InvalidRequest:
+def wrong_type(message: str) -> InvalidRequest:
+    """The 400 of what msgspec says of a field."""
     path = _PATH.search(message)
     param = path.group(1) if path else ""
     said = message[: path.start()] if path else message

@@ -10,7 +10,9 @@ from python_multipart.multipart import MultipartParser, parse_options_header
 from starlette.requests import Request
 
 from headrace.api.errors import ApiError
-from headrace.api.file_store import FileInfo, FileStore
+from headrace.api.expiry import expiry_of
+from headrace.api.file_info import FileInfo
+from headrace.api.file_store import FileStore
 from headrace.api.limits import FORM_BYTES, too_large
 from headrace.api.running import ClientGone
 from headrace.core.errors import InvalidRequest
@@ -104,7 +106,7 @@ async def receive_file(request: Request, files: FileStore, limit: int) -> FileIn
     At most a block of it is in memory; what is refused, or not complete, leaves nothing behind.
 
     Args:
-        request: with `purpose` and `file`.
+        request: with `purpose`, `file` and maybe `expires_after`.
         files: where it goes.
         limit: bytes of the file.
 
@@ -127,7 +129,8 @@ async def receive_file(request: Request, files: FileStore, limit: int) -> FileIn
             raise InvalidRequest(f"`purpose` {said}; this server takes files for the purpose `batch`", "purpose")
         if not form.has_file:
             raise InvalidRequest("the field `file` is missing", "file", "missing_required_parameter")
-        return await asyncio.to_thread(files.publish, temporary, Path(form.filename).name, PURPOSE)
+        name, kept_s = Path(form.filename).name, expiry_of(form.fields)
+        return await asyncio.to_thread(files.publish, temporary, name, PURPOSE, kept_s=kept_s)
     finally:
         await asyncio.to_thread(files.end, temporary)
 

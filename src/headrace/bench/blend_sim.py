@@ -17,7 +17,7 @@ from headrace.core.errors import ConfigError
 from headrace.offline.planning.admission import ORDERS, make_admission
 from headrace.offline.planning.blend import PAGE, BlendAdmission
 from headrace.offline.planning.simulated_engine import Run, SimulatedEngine
-from headrace.offline.planning.tree import PrefixTree, common_prefixes, sorted_by_tokens
+from headrace.offline.planning.tree import PrefixTree
 from headrace.perf.density import CostRates, density
 from headrace.perf.model_config import preset
 from headrace.perf.model_shape import ModelShape
@@ -105,11 +105,9 @@ def simulate(
     except ValueError as error:
         raise ConfigError(str(error)) from error
     requests = trace.requests
-    leaves = sorted_by_tokens(requests)
-    exact = common_prefixes(requests, leaves)
-    tree = PrefixTree.from_neighbours(leaves, exact // PAGE * PAGE)
+    tree = PrefixTree.of(requests, PAGE)
     saved = np.empty(len(requests), np.int64)
-    saved[leaves] = exact
+    saved[requests.by_tokens.leaves] = requests.by_tokens.common
     prompts = requests.prompt_lengths
     memory = rates.memory(prompts, trace.lengths)
     sharing = float(saved.sum() / prompts.sum())

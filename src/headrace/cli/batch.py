@@ -131,7 +131,10 @@ def status(job: JobId, json: Json = False) -> None:
 
 @batch.command()
 def cancel(job: JobId) -> None:
-    """End a job; its finished results are kept, the rest is written to its errors."""
+    """End a job; its finished results are kept, the rest is written to its errors.
+
+    That of a server is ended by a server, so that its results become files there.
+    """
     import asyncio
 
     from headrace.offline.jobs.cancel import cancel_job
@@ -142,7 +145,8 @@ def cancel(job: JobId) -> None:
     state = asyncio.run(cancel_job(folder))
     if state.status not in ("cancelled", "cancelling"):
         raise JobError(f"job {folder.id} is {state.status} already")
-    print(f"{folder.id}: {state.status}")
+    by_server = state.status == "cancelling" and folder.spec().origin == "server"
+    print(f"{folder.id}: {state.status}{'; a server ends it, now or when one runs again' if by_server else ''}")
 
 
 @batch.command()
@@ -241,9 +245,11 @@ def _described(folder: "JobFolder") -> dict[str, Any]:
     """A job for people and for `--json`."""
     journal = folder.journal()
     try:
-        spec, state = journal.spec, journal.state
+        spec, state, cancel_wanted = journal.spec, journal.state, journal.cancel_wanted
     finally:
         journal.close()
+    if cancel_wanted and not state.final:
+        state.status = "cancelling"
     return describe(spec, state, running=not state.final and folder.running)
 
 

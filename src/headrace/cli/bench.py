@@ -14,6 +14,7 @@ from headrace.cli.bench_blend_sim import bench_blend_sim
 from headrace.cli.bench_bursty import bench_bursty
 from headrace.cli.bench_client import bench_serve
 from headrace.cli.bench_long_doc_qa import bench_long_doc_qa
+from headrace.cli.bench_mixed_steps import bench_mixed_steps
 from headrace.cli.bench_parity import bench_parity
 from headrace.cli.bench_pipeline import bench_pipeline
 from headrace.cli.bench_planning import bench_planning
@@ -40,6 +41,7 @@ bench.command("batch-orders", cls=Command)(bench_batch_orders)
 bench.command("batch-dp", cls=Command)(bench_batch_dp)
 bench.command("blend-sim", cls=Command)(bench_blend_sim)
 bench.command("pipeline", cls=Command)(bench_pipeline)
+bench.command("mixed-steps", cls=Command)(bench_mixed_steps)
 bench.command("planning", cls=Command)(bench_planning)
 
 Plot = Annotated[Path | None, typer.Option("--plot", metavar="FILE", help="draw the result (needs headrace[plot])")]

@@ -4,6 +4,7 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 
 import zmq
 import zmq.asyncio
@@ -34,6 +35,8 @@ Progress = Callable[[str, float], None]
 #: The time that an engine may be silent is waited for in so many parts: what stops this process too (a suspended
 #: machine, a debugger) makes one of them longer, not the engine silent.
 PATIENCE = 10
+#: A worker that is told to end, and does not take the message or does not end within this time, is ended.
+STOP_SECONDS = 10.0
 
 log = logging.getLogger(__name__)
 
@@ -198,7 +201,8 @@ class WorkerClient:
             self._send(Stop())
             self.lost(EngineDead("the engine was closed"))
         if self._sending is not None:
-            await self._sending
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._sending, STOP_SECONDS)
         for task in (self._guard, self._receiver):
             if task is not None:
                 task.cancel()
@@ -206,7 +210,9 @@ class WorkerClient:
         self._socket.close(linger=500)
 
     def _send(self, message: ToWorker) -> None:
-        """Queue a message; the queue is bounded by the requests in flight."""
+        """Queue a message; the queue is bounded by the requests in flight. Of paces only the last one counts."""
+        if isinstance(message, Pace) and self._outbox and isinstance(self._outbox[-1], Pace):
+            self._outbox.pop()
         self._outbox.append(message)
         if self._sending is None or self._sending.done():
             self._sending = asyncio.create_task(self._flush())
@@ -244,9 +250,9 @@ class WorkerClient:
                 self.hung(EngineDead(f"the engine ended no step for {seconds:g} s (--step-timeout)"))
 
     def _take(self, message: FromWorker, ready: "asyncio.Future[None]", progress: Progress | None) -> None:
-        self._heard = True
         match message:
             case Stepped(deltas, stats):
+                self._heard |= bool(deltas) or stats.steps_total != self._stats.steps_total
                 self._stats = stats
                 if self._observer is not None:
                     self._observer(stats)

@@ -10,14 +10,13 @@ from pathlib import Path
 import zmq
 import zmq.asyncio
 
-from headrace.cluster.client import Progress, WorkerClient
+from headrace.cluster.client import STOP_SECONDS, Progress, WorkerClient
 from headrace.cluster.places import ANYWHERE, Place
 from headrace.core.config import EngineConfig
 from headrace.core.errors import EngineDead
 from headrace.engine.environment import worker_environment
 
 IDENTITY = b"worker-0"
-STOP_SECONDS = 10.0
 
 
 class LocalEngine(WorkerClient):

@@ -76,7 +76,7 @@ class StopWorker(Exception):
 
 
 class Worker:
-    """Feeds an engine from the link and reports each step that brings something; what changes while idle; that it is alive."""
+    """Feeds an engine from the link and reports steps: those that bring something, and otherwise one a second."""
 
     def __init__(self, link: Link, engine: Engine) -> None:
         self._link = link

@@ -115,6 +115,8 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
         eos_token_ids: tokens that end a sequence unless it ignores them.
         dtype: of the computation, e.g. `float32`.
         device: e.g. `cpu`.
+        device_name: the processor's or accelerator's own name; empty: not known.
+        overlap: decode and prompt rows of a step run side by side.
         page_size: tokens per KV page.
         pages: KV pages of the pool.
         kv_bytes: bytes of the pool.
@@ -139,3 +141,5 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     load_seconds: float
     pid: int
     store: str = ""
+    device_name: str = ""
+    overlap: bool = False

@@ -28,7 +28,8 @@ from headrace.model.loader import estimate, load
 from headrace.model.progress import Progress as HubProgress
 from headrace.model.shape import ModelShape
 from headrace.perf.model_shape import ModelShape as CostShape
-from headrace.perf.profile import load_or_default
+from headrace.perf.presets import as_run
+from headrace.perf.profile import cpu_name, load_or_default
 from headrace.perf.step_time import StepTimeModel
 from headrace.store.layout import KVLayout
 from headrace.store.opening import OpenedStore, open_store
@@ -120,10 +121,11 @@ def build(
     group = KVGroup(kv_shape, pages, backend, device)
     group.commit(min(max_model_len * kv_shape.token_bytes, READY_BYTES))
     sampler = Sampler(shape.vocab_size, shape.eos_ids, str(tokenizer), threads)
-    if device == "cpu":
-        profile = load_or_default(device, threads, shape.dtype)
-    else:  # profiles of accelerators say nothing of the host's threads
-        profile = load_or_default(device, 0, shape.dtype, torch.cuda.get_device_name())
+    device_name = cpu_name() if device == "cpu" else torch.cuda.get_device_name()
+    # Profiles of accelerators say nothing of the host's threads.
+    profile = load_or_default(device, threads if device == "cpu" else 0, shape.dtype, device_name)
+    twin = backend_for(device, threads=threads) if model.overlap and limits.pipeline_depth == 1 else None
+    overlap = twin is not None and device != "cpu"  # on a CPU the halves take turns
     sequence_pages = SequencePages(
         group.allocator,
         group.index,
@@ -131,7 +133,7 @@ def build(
         cache.page_size,
         cache.prefix_caching,
     )
-    times = StepTimeModel(profile, cost_shape(shape, kv_shape))
+    times = StepTimeModel(as_run(profile, overlap), cost_shape(shape, kv_shape), overlap)
     opened = open_the_store(config.store, store_layout(config.store, shape, kv_shape)) if cache.prefix_caching else None
     flow = None
     if opened is not None:
@@ -172,7 +174,7 @@ def build(
         max_model_len,
         depth=limits.pipeline_depth,
         decode_path=decode_path,
-        twin=backend_for(device, threads=threads) if model.overlap and limits.pipeline_depth == 1 else None,
+        twin=twin,
     )
     info = EngineInfo(
         model=model.model,
@@ -190,6 +192,8 @@ def build(
         load_seconds=time.perf_counter() - begun,
         pid=os.getpid(),
         store=opened.words if opened is not None else "",
+        device_name=device_name,
+        overlap=overlap,
     )
     return EngineParts(info, decoder, group, sampler, scheduler, runner, flow)
 

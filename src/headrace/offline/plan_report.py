@@ -12,7 +12,7 @@ from headrace.offline.planning.blend import PAGE
 from headrace.offline.planning.requests import JobRequests
 from headrace.offline.planning.simulated_engine import Run, SimulatedEngine
 from headrace.offline.planning.target import Target
-from headrace.offline.planning.tree import Floats, Ints, PrefixTree, borrowed_tokens, common_prefixes, sorted_by_tokens
+from headrace.offline.planning.tree import Floats, Ints, PrefixTree, borrowed_tokens
 from headrace.perf.density import CostRates, density
 from headrace.perf.roofline import optimum_seconds
 
@@ -138,9 +138,8 @@ def make_plan(
     """
     profile, model = target.profile, target.model
     rates = CostRates.of(profile, model, target.step_tokens)
-    leaves = sorted_by_tokens(requests)
-    exact = common_prefixes(requests, leaves)
-    tree = PrefixTree.from_neighbours(leaves, exact // PAGE * PAGE)
+    leaves, exact = requests.by_tokens.leaves, requests.by_tokens.common
+    tree = PrefixTree.of(requests, PAGE)
     prompts = requests.prompt_lengths
     saved = np.empty(len(requests), np.int64)
     saved[leaves] = exact

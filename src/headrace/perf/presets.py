@@ -1,6 +1,7 @@
 """Profiles that nobody measured here: data-sheet numbers of accelerators, and an estimate for any CPU."""
 
 import math
+from dataclasses import replace
 
 from headrace.core.errors import ConfigError
 from headrace.perf.profile import DeviceProfile, monotone_gemm
@@ -25,6 +26,14 @@ _TF32_SHARE = 0.5  # float32 through tensor cores
 
 # One AVX2 core of a server, fp32 packed linears, measured on 2 cores and halved (GFLOP/s by rows).
 _CPU_CORE_GEMM = ((1, 4e9), (8, 18e9), (32, 41e9), (128, 55e9), (512, 65e9), (1024, 69e9))
+
+
+def as_run(profile: DeviceProfile, overlap: bool) -> DeviceProfile:
+    """A device as an engine uses it: with both kinds of work side by side, or one after the other.
+
+    Calibration does not measure how they disturb each other; where a profile does not say, NanoFlow's figure stands.
+    """
+    return replace(profile, overlap=(profile.overlap or NANOFLOW_OVERLAP) if overlap else ())
 
 
 def estimate(device: str, device_name: str, cores: int, threads: int, dtype: str) -> DeviceProfile:

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable
+from contextlib import suppress
 
 from headrace.core.errors import EngineDead
 from headrace.offline.jobs.endpoint import Answer, Asked
@@ -43,6 +44,8 @@ class Unserved:
 async def cancel_job(folder: JobFolder) -> JobState:
     """End a job: whoever runs it is asked and does so within a second; where nobody does, it is ended here.
 
+    A server's job is ended by a server alone, running now or later: its results become files of the server then.
+
     Returns:
         Its state: `cancelling` or `cancelled`, or the final one that it already had.
     """
@@ -50,13 +53,13 @@ async def cancel_job(folder: JobFolder) -> JobState:
     if state.final:
         return state
     folder.ask_to_cancel()
-    try:
-        return await close_job(folder)
-    except JobBusy:
-        state = folder.state()
-        if not state.final:
-            state.status = "cancelling"
-        return state
+    if folder.spec().origin == "cli":
+        with suppress(JobBusy):
+            return await close_job(folder)
+    state = folder.state()
+    if not state.final:
+        state.status = "cancelling"
+    return state
 
 
 async def close_job(

@@ -7,12 +7,13 @@ from pathlib import Path
 from headrace.core.config import EngineConfig
 from headrace.core.errors import ConfigError
 from headrace.core.events import EngineInfo
-from headrace.offline.jobs.optimum import Optimum, optimum_of
+from headrace.offline.jobs.optimum import Optimum
 from headrace.offline.planning.admission import ORDERS
 from headrace.offline.planning.fleet import Fleet
 from headrace.offline.planning.requests import JobRequests
 from headrace.offline.planning.target import Target
 from headrace.perf.model_config import shape_of_folder
+from headrace.perf.presets import as_run
 from headrace.perf.profile import load_or_default
 
 #: Makes the policy that hands a job's requests to its workers.
@@ -32,11 +33,11 @@ class JobDevice:
     window: int
 
     def optimum(self, requests: JobRequests) -> Optimum | None:
-        """What the requests take at best; None where there are too many to say, or nobody measured the device."""
+        """What the requests take at best; None where nobody measured the device."""
         target = self.target
-        if not target.profile.measured:
+        if not target.profile.measured or not len(requests):
             return None
-        return optimum_of(requests, target.profile, target.model, target.step_tokens)
+        return Optimum(requests, target.profile, target.model, target.step_tokens)
 
 
 def fleet_of(order: str, devices: Sequence[JobDevice]) -> Orders:
@@ -58,10 +59,12 @@ def device_of(info: EngineInfo, config: EngineConfig) -> JobDevice:
     """
     limits = config.scheduler
     threads = config.model.threads if info.device == "cpu" else 0
+    profile = load_or_default(info.device, threads, info.dtype, info.device_name or None)
+    kv_dtype = None if config.cache.kv_dtype == "auto" else config.cache.kv_dtype
     return JobDevice(
         Target(
-            profile=load_or_default(info.device, threads, info.dtype),
-            model=shape_of_folder(Path(info.path), info.dtype),
+            profile=as_run(profile, info.overlap),
+            model=shape_of_folder(Path(info.path), info.dtype, kv_dtype),
             kv_tokens=info.pages * info.page_size,
             max_seqs=limits.max_num_seqs,
             step_tokens=limits.max_num_batched_tokens,

@@ -3,9 +3,11 @@
 import fcntl
 import os
 import shutil
+import sqlite3
 import tempfile
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from headrace.core import paths
@@ -14,7 +16,11 @@ from headrace.offline.jobs.journal import Journal
 from headrace.offline.jobs.owned import claim_files, discard_files
 from headrace.offline.jobs.spec import JOB_ID, JobSpec, JobState
 
-JOURNAL = "journal.sqlite"
+JOURNAL, INPUT = "journal.sqlite", "input.jsonl"
+STALE_S = 86400.0
+#: How often, and how many times, to try again while others look who runs a job.
+LOOK_S, LOOKS = 0.001, 100
+_NEW = ".new-"
 
 
 class JobFolder:
@@ -31,6 +37,11 @@ class JobFolder:
     def id(self) -> str:
         """Of the job."""
         return self.path.name
+
+    @property
+    def input(self) -> Path:
+        """An input of its own: a hard link to a file that may be deleted while the job runs."""
+        return self.path / INPUT
 
     @property
     def spool(self) -> Path:
@@ -58,12 +69,17 @@ class JobFolder:
         Raises:
             JobBusy: another one does.
         """
-        descriptor = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        descriptor = self._open_lock()
         try:
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise JobBusy(f"job {self.id} is run by another process") from None
+            for _ in range(LOOKS):
+                if _locked(descriptor, fcntl.LOCK_EX):
+                    break
+                if not _locked(descriptor, fcntl.LOCK_SH):
+                    raise JobBusy(f"job {self.id} is run by another process")
+                fcntl.flock(descriptor, fcntl.LOCK_UN)  # only those who look have it, for a moment
+                time.sleep(LOOK_S)
+            else:
+                raise JobBusy(f"job {self.id} is looked at all the time; try again")
             yield
         finally:
             os.close(descriptor)
@@ -89,6 +105,21 @@ class JobFolder:
         finally:
             journal.close()
 
+    @property
+    def cancel_wanted(self) -> bool:
+        """Whether anybody has asked for the end of the job.
+
+        Raises:
+            JobError: its journal cannot be read.
+        """
+        journal = self.journal()
+        try:
+            return journal.cancel_wanted
+        except sqlite3.Error as error:
+            raise JobError(f"the journal of {self.id} cannot be read: {error}") from error
+        finally:
+            journal.close()
+
     def state(self) -> JobState:
         """How far the job is, by the last commit."""
         journal = self.journal()
@@ -99,12 +130,15 @@ class JobFolder:
 
     @property
     def running(self) -> bool:
-        """Whether some process runs the job."""
+        """Whether some process runs the job; one that begins to is not disturbed."""
+        descriptor = self._open_lock()
         try:
-            with self.lock():
-                return False
-        except JobBusy:
-            return True
+            return not _locked(descriptor, fcntl.LOCK_SH)
+        finally:
+            os.close(descriptor)
+
+    def _open_lock(self) -> int:
+        return os.open(self.path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
 
     def tidy(self, spec: JobSpec) -> None:
         """Delete what a job that has ended needs no more: the spools, and an input that is its own."""
@@ -141,9 +175,10 @@ def create_job(
     """
     home = home or jobs_home()
     home.mkdir(parents=True, exist_ok=True)
+    _sweep(home)
     state = state or JobState()
     state.enter("validating", spec.created_at)
-    temporary = Path(tempfile.mkdtemp(prefix=".new-", dir=home))
+    temporary = Path(tempfile.mkdtemp(prefix=_NEW, dir=home))
     claimed = False
     try:
         if spec.origin == "cli":  # a server's paths are its own
@@ -209,3 +244,30 @@ def list_jobs(home: Path | None = None) -> list[JobFolder]:
         return []
     folders = [JobFolder(path) for path in home.iterdir() if JOB_ID.fullmatch(path.name)]
     return [folder for folder in folders if folder.exists]
+
+
+def held_bytes(home: Path) -> int:
+    """Bytes of the inputs that only their jobs have still, since their files were deleted."""
+    total = 0
+    for path in home.glob(f"*/{INPUT}"):
+        with suppress(FileNotFoundError):  # the job has ended meanwhile
+            status = path.stat()
+            total += status.st_size if status.st_nlink == 1 else 0
+    return total
+
+
+def _sweep(home: Path) -> None:
+    """Delete what processes left behind that died while they made a job."""
+    for path in home.glob(f"{_NEW}*"):
+        with suppress(FileNotFoundError):
+            if time.time() - path.stat().st_mtime > STALE_S:
+                shutil.rmtree(path, ignore_errors=True)
+
+
+def _locked(descriptor: int, kind: int) -> bool:
+    """Whether a lock could be had at once."""
+    try:
+        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True

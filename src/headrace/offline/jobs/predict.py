@@ -2,7 +2,6 @@
 
 import asyncio
 import os
-from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -19,6 +18,8 @@ from headrace.perf.roofline import optimum_seconds
 
 PLACES = 16
 LINES_EACH = 4
+#: Bytes of a line that is looked at.
+LONGEST = 1 << 20
 #: What a job reaches of its optimum, sharing left out (own; `headrace plan` simulates a job and says more).
 EFFICIENCY = 0.7
 #: More tokens are not expected of a request that names no limit (own).
@@ -45,23 +46,34 @@ class Sample:
 async def sample(path: Path, url: str, endpoint: Endpoint, limit: int = MAX_LINE) -> Sample:
     """Look at some lines of a file; each is understood as it would be in a job.
 
+    The lines of one place are in memory at a time: 2 `LONGEST` and a block. A longer one counts as no request.
+
     Raises:
         OSError: the file cannot be read.
         EngineDead: nobody can say what bodies mean.
     """
-    taken, size = await asyncio.to_thread(_some_lines, path, limit)
-    prompts, outputs = [], []
-    for line in taken:
-        try:
-            asked = await endpoint.prepare(url, parse_line(line.data, (url,), limit).body)
-        except EngineDead:
-            raise
-        except HeadraceError:
-            continue  # it will be an error of the job
-        prompts.append(sum(map(len, asked.prompts)))
-        outputs.append(min(PRIOR_SHARE * asked.most, USUAL_OUTPUT))
-    mean = sum(line.length + 1 for line in taken) / max(1, len(taken))
-    return Sample(size / max(1.0, mean), prompts, outputs, len(prompts) / max(1, len(taken)))
+    limit = min(limit, LONGEST)
+    seen: set[int] = set()
+    prompts: list[int] = []
+    outputs: list[float] = []
+    size = length = 0
+    for place in range(PLACES):
+        found, size = await asyncio.to_thread(_lines_at, path, place, limit)
+        for line in found:
+            if line.offset in seen:
+                continue
+            seen.add(line.offset)
+            length += line.length + 1
+            try:
+                asked = await endpoint.prepare(url, parse_line(line.data, (url,), limit).body)
+            except EngineDead:
+                raise
+            except HeadraceError:
+                continue  # it will be an error of the job
+            prompts.append(sum(map(len, asked.prompts)))
+            outputs.append(min(PRIOR_SHARE * asked.most, USUAL_OUTPUT))
+    lines = max(1, len(seen))
+    return Sample(size * lines / max(lines, length), prompts, outputs, len(prompts) / lines)
 
 
 def seconds_of(sample: Sample, device: JobDevice) -> float:
@@ -76,19 +88,15 @@ def seconds_of(sample: Sample, device: JobDevice) -> float:
     return each * sample.lines * sample.requests / EFFICIENCY
 
 
-def _some_lines(path: Path, limit: int) -> tuple[list[RawLine], int]:
-    """Some lines behind each of some places, evenly apart, of a small file all; and the file's size."""
+def _lines_at(path: Path, place: int, limit: int) -> tuple[list[RawLine], int]:
+    """Some lines behind one of the places, which lie evenly apart; of a small file, the rest. And the file's size."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         size = os.fstat(descriptor).st_size
-        found: dict[int, RawLine] = {}
-        for place in range(PLACES):
-            start = size * place // PLACES
-            # The rest of one line and another; where nothing but blanks comes, no more is looked through.
-            lines: Iterator[RawLine] = read_lines(descriptor, start, 1, limit, start + 2 * limit + BLOCK)
-            # But for the first place, the first line is most likely only the end of one.
-            for line in islice(lines, 1 if start else 0, LINES_EACH + 1):
-                found.setdefault(line.offset, line)
-        return list(found.values()), size
+        start = size * place // PLACES
+        # The rest of one line and another; where nothing but blanks comes, no more is looked through.
+        lines = read_lines(descriptor, start, 1, limit, start + 2 * limit + BLOCK)
+        # But for the first place, the first line is most likely only the end of one.
+        return list(islice(lines, 1 if start else 0, LINES_EACH + 1)), size
     finally:
         os.close(descriptor)

@@ -42,6 +42,8 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True):
         fingerprint: of the model of a server's job; empty: not known yet.
         input_file: the server's id of the input.
         metadata: the user's own.
+        model: name of the model of a server's job.
+        kept_s: how long a server keeps the results, from when they are files; None: until they are deleted.
     """
 
     id: str
@@ -59,6 +61,8 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True):
     fingerprint: str = ""
     input_file: str | None = None
     metadata: dict[str, str] | None = None
+    model: str | None = None
+    kept_s: int | None = None
 
     @property
     def expires_at(self) -> float | None:

@@ -5,7 +5,7 @@ from numpy.typing import NDArray
 
 from headrace.offline.planning.lengths import PRIOR_SHARE
 from headrace.offline.planning.requests import JobRequests
-from headrace.offline.planning.tree import Floats, Ints, sorted_by_tokens
+from headrace.offline.planning.tree import Floats, Ints
 from headrace.perf.density import CostRates
 
 
@@ -24,7 +24,7 @@ def fixed_order(
     if order == "random":
         return np.random.default_rng(seed).permutation(len(requests))
     if order == "dfs":
-        return sorted_by_tokens(requests)
+        return requests.by_tokens.leaves
     if order == "balance":
         outputs = requests.max_tokens * PRIOR_SHARE if lengths is None else lengths
         prompts = requests.prompt_lengths

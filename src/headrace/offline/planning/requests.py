@@ -2,12 +2,15 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
 
+from headrace.offline.planning.sorting import SortedPrompts, sort_prompts
 
-@dataclass(frozen=True, slots=True)
+
+@dataclass(frozen=True)
 class JobRequests:
     """Columns of a job; requests are their index 0..n-1.
 
@@ -57,6 +60,11 @@ class JobRequests:
     def prompt_lengths(self) -> NDArray[np.int64]:
         """Tokens of each prompt."""
         return np.diff(self.offsets)
+
+    @cached_property
+    def by_tokens(self) -> SortedPrompts:
+        """The prompts sorted; done once, for everybody who plans these requests."""
+        return sort_prompts(self.tokens, self.offsets)
 
     def prompt(self, index: int) -> NDArray[np.int32]:
         """Tokens of one prompt (a view)."""

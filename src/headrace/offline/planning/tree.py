@@ -7,7 +7,6 @@ nodes than leaves, whatever the prompts' lengths, and a subtree's sums are diffe
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -47,8 +46,8 @@ class PrefixTree:
             requests: of the job.
             page: common prefixes count in whole pages of so many tokens, as an engine shares them.
         """
-        leaves = sorted_by_tokens(requests)
-        return cls.from_neighbours(leaves, common_prefixes(requests, leaves) // page * page)
+        found = requests.by_tokens
+        return cls.from_neighbours(found.leaves, found.common // page * page)
 
     @classmethod
     def from_neighbours(cls, leaves: Ints, shared: Ints) -> "PrefixTree":
@@ -65,47 +64,11 @@ class PrefixTree:
 
     def top(self) -> Ints:
         """For each leaf the child of the root over it; -1 for leaves right below the root."""
-        level = np.full(len(self.parent), -1, np.int64)
-        for node in range(1, len(self.parent)):  # parents come first
-            above = self.parent[node]
-            level[node] = node if above == 0 else level[above]
-        return level[self.above]
-
-
-def sorted_by_tokens(requests: JobRequests) -> Ints:
-    """Requests in the lexicographic order of their prompts; a prompt comes before its continuations."""
-    tokens = requests.tokens
-    # Most significant byte first, so that bytes compare as tokens do.
-    rows = [tokens[begin:end].astype(">u4").tobytes() for begin, end in pairwise(requests.offsets.tolist())]
-    return np.array(sorted(range(len(rows)), key=rows.__getitem__), np.int64)
-
-
-def common_prefixes(requests: JobRequests, order: Ints) -> Ints:
-    """Tokens that each request of an order shares with the one before it; 0 for the first.
-
-    At least one token of every prompt is computed, since its logits are needed: of two equal prompts the second shares
-    all but the last.
-    """
-    tokens, offsets = requests.tokens, requests.offsets
-    begins, ends = offsets[:-1][order].tolist(), offsets[1:][order].tolist()
-    shared = np.zeros(len(order), np.int64)
-    for place in range(1, len(begins)):
-        begin, before = begins[place], begins[place - 1]
-        most = min(ends[place] - begin - 1, ends[place - 1] - before)
-        step, common = 64, 0  # most neighbours part early: look at a few tokens before all of them
-        while common < most:
-            length = min(step, most - common)
-            equal = (
-                tokens[begin + common : begin + common + length] == tokens[before + common : before + common + length]
-            )
-            same = int(equal.argmin())
-            if not equal[same]:
-                common += same
-                break
-            common += length
-            step = 1 << 20
-        shared[place] = common
-    return shared
+        below = np.flatnonzero(self.parent == 0)  # by their first leaves
+        places = np.arange(len(self))
+        nearest = np.searchsorted(self.first[below], places, "right") - 1
+        node = np.append(below, 0)[nearest]  # the 0 stands for "before all of them"
+        return np.where((nearest >= 0) & (places < self.last[node]), node, -1)
 
 
 def borrowed_tokens(tree: PrefixTree, exact: Ints, page: int) -> Ints:
@@ -113,7 +76,7 @@ def borrowed_tokens(tree: PrefixTree, exact: Ints, page: int) -> Ints:
 
     Args:
         tree: of whole pages.
-        exact: int64 [n], tokens that each leaf shares with the one before it.
+        exact: int64 [n], tokens that each leaf shares with the one before it (`SortedPrompts.common`).
         page: tokens of a page.
     """
     behind = np.append(exact[1:], 0)

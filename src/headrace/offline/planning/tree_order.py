@@ -127,13 +127,8 @@ def _sorted(tree: PrefixTree, compute: Floats, memory: Floats, rates: CostRates,
     begins = np.searchsorted(over[order], np.arange(nodes))  # where each parent's children begin in `order`
     offset = np.empty(len(over), np.int64)
     offset[order] = before - before[np.minimum(begins, len(over) - 1)][over[order]]
-    start = np.zeros(nodes, np.int64)
-    head = np.zeros(nodes, np.int64)  # tokens that a node's first leaf shares with what came before the node
-    parents, depths, offsets = tree.parent.tolist(), tree.depth.tolist(), offset.tolist()
-    for node in range(1, nodes):
-        parent = parents[node]
-        start[node] = start[parent] + offsets[node - 1]
-        head[node] = depths[parent] if offsets[node - 1] else head[parent]
+    ahead = np.concatenate(([0], offset[: nodes - 1]))  # leaves of a node's parent that come before the node
+    start, head = _down_the_tree(tree, ahead)
     place = start[tree.above] + offset[nodes - 1 :]
     shared = np.where(offset[nodes - 1 :] > 0, tree.depth[tree.above], head[tree.above])
     walk = np.empty(leaves, np.int64)
@@ -146,3 +141,24 @@ def _sorted(tree: PrefixTree, compute: Floats, memory: Floats, rates: CostRates,
         saved_tokens=tree.saved_tokens,
         split=split,
     )
+
+
+def _down_the_tree(tree: PrefixTree, ahead: Ints) -> tuple[Ints, Ints]:
+    """Where each node begins in the walk, and the tokens its first leaf shares with what comes before it there.
+
+    Both hang on all nodes above; each round looks twice as far up as the one before.
+
+    Args:
+        tree: any.
+        ahead: int64 [nodes], leaves of a node's parent that the walk takes before the node.
+    """
+    parent = np.maximum(tree.parent, 0)
+    start, up = ahead.copy(), parent
+    while up.any():
+        start += start[up]
+        up = up[up]
+    # A first leaf is also that of the nodes above, as far up as a node comes first.
+    first = np.where(ahead > 0, np.arange(len(parent)), parent)
+    while (first != first[first]).any():
+        first = first[first]
+    return start, np.where(first > 0, tree.depth[parent[first]], 0)
