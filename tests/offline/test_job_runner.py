@@ -19,6 +19,7 @@ from headrace.core.errors import EngineDead
 from headrace.offline.jobs import runner as runner_module
 from headrace.offline.jobs import validate
 from headrace.offline.jobs.cancel import cancel_job
+from headrace.offline.jobs.endpoint import Answer, Asked
 from headrace.offline.jobs.errors import JobBusy, JobError
 from headrace.offline.jobs.folder import JOURNAL, JobFolder, list_jobs, open_job
 from headrace.offline.jobs.generation import MAX_ATTEMPTS
@@ -45,10 +46,25 @@ def check(home: Path, lines: list[Any]) -> None:
     assert len({each["id"] for each in answers}) == len(answers)
 
 
+class Together(Echo):
+    """Answers nobody before so many wait."""
+
+    def __init__(self, many: int) -> None:
+        super().__init__()
+        self._here = asyncio.Barrier(many)
+        self._met = False
+
+    async def run(self, asked: Asked, share: float, worker: int = 0) -> Answer:
+        if not self._met:
+            await self._here.wait()
+            self._met = True
+        return await super().run(asked, share, worker)
+
+
 def test_every_line_is_answered_once(tmp_path: Path) -> None:
     lines = some_lines(1000)
     folder = new_job(tmp_path, lines)
-    echo = Echo()
+    echo = Together(32)
     seen: list[Any] = []
     state = asyncio.run(runner(folder, echo, 32, tell=seen.append).run())
     check(tmp_path, lines)
