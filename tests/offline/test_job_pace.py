@@ -4,16 +4,18 @@ import asyncio
 from pathlib import Path
 
 import pytest
-from echo_endpoint import PROFILE, SHAPE, Echo, line, write_input
+from echo_endpoint import PROFILE, SHAPE, Echo, line, new_job, runner, write_input
 from hypothesis import given
 from hypothesis import strategies as st
 
+from headrace.core.errors import InvalidRequest
 from headrace.core.request import OFFLINE_SHARE
 from headrace.offline.jobs.device import JobDevice
+from headrace.offline.jobs.endpoint import Answer, Asked
 from headrace.offline.jobs.lines import CHAT
 from headrace.offline.jobs.optimum import Optimum
 from headrace.offline.jobs.predict import EFFICIENCY, USUAL_OUTPUT, sample, seconds_of
-from headrace.offline.jobs.progress import Pace
+from headrace.offline.jobs.progress import Pace, Progress
 from headrace.offline.jobs.urgency import MOST_SHARE, share_of
 from headrace.offline.planning.requests import JobRequests
 from headrace.offline.planning.target import Target
@@ -42,6 +44,51 @@ def test_the_pace_foresees_the_end_of_equal_requests() -> None:
     for _ in range(75):
         pace.finish(50, 20, 10)
     assert pace.rest(20.0) == pytest.approx(0.0)
+
+
+def test_refused_requests_are_done_but_say_nothing_of_the_others() -> None:
+    pace = Pace(100 * 50, 100 * 20)
+    for _ in range(50):
+        pace.finish(50, 20, 0)
+    assert pace.rest(1.0) is None
+    for _ in range(25):
+        pace.finish(50, 20, 10)
+    assert pace.tokens == 25 * 60
+    assert pace.rest(5.0) == pytest.approx(5.0)
+
+
+class Refusing(Echo):
+    """Answers short texts only."""
+
+    async def run(self, asked: Asked, share: float, worker: int = 0) -> Answer:
+        if len(asked.handle) > 10:
+            raise InvalidRequest("too long", "text")
+        return await super().run(asked, share, worker)
+
+
+def test_a_job_with_refused_lines_has_nothing_left_at_its_end(tmp_path: Path) -> None:
+    folder = new_job(tmp_path, [line(f"r{i}", "abc" * (1 if i % 2 else 500)) for i in range(100)])
+    seen: list[Progress] = []
+    state = asyncio.run(runner(folder, Refusing(), tell=seen.append).run())
+    assert (state.completed, state.failed, seen[-1].eta_s) == (50, 50, 0.0)
+
+
+@pytest.mark.parametrize(("left", "share"), [(86400.0, OFFLINE_SHARE), (0.01, MOST_SHARE)])
+def test_a_late_job_asks_for_more_of_the_steps_than_one_with_time(tmp_path: Path, left: float, share: float) -> None:
+    folder = new_job(tmp_path, [line(f"r{i}", "abc" * 10) for i in range(2000)], window=86400.0)
+    closes = folder.spec().expires_at or 0.0
+    echo = Echo()
+
+    async def run() -> None:
+        running = runner(folder, echo, 16, clock=lambda: closes - left)
+        task = asyncio.create_task(running.run())
+        await echo.after(100)
+        running.look()
+        assert (await task).completed == 2000
+
+    asyncio.run(run())
+    assert echo.shares[0] == OFFLINE_SHARE  # nothing is known yet
+    assert echo.shares[-1] == max(echo.shares) == share
 
 
 def test_the_optimum_counts_shared_prefixes_once() -> None:

@@ -19,11 +19,13 @@ from headrace.core.errors import EngineDead
 from headrace.offline.jobs import runner as runner_module
 from headrace.offline.jobs import validate
 from headrace.offline.jobs.cancel import cancel_job
+from headrace.offline.jobs.endpoint import Answer, Asked
 from headrace.offline.jobs.errors import JobBusy, JobError
 from headrace.offline.jobs.folder import JOURNAL, JobFolder, list_jobs, open_job
 from headrace.offline.jobs.generation import MAX_ATTEMPTS
 from headrace.offline.jobs.journal import Journal
 from headrace.offline.jobs.lines import RawLine, check_file, read_lines
+from headrace.offline.jobs.results import ResultFiles
 from headrace.offline.jobs.runner import Stopped
 from headrace.offline.jobs.spool import job_requests
 
@@ -44,10 +46,25 @@ def check(home: Path, lines: list[Any]) -> None:
     assert len({each["id"] for each in answers}) == len(answers)
 
 
+class Together(Echo):
+    """Answers nobody before so many wait."""
+
+    def __init__(self, many: int) -> None:
+        super().__init__()
+        self._here = asyncio.Barrier(many)
+        self._met = False
+
+    async def run(self, asked: Asked, share: float, worker: int = 0) -> Answer:
+        if not self._met:
+            await self._here.wait()
+            self._met = True
+        return await super().run(asked, share, worker)
+
+
 def test_every_line_is_answered_once(tmp_path: Path) -> None:
     lines = some_lines(1000)
     folder = new_job(tmp_path, lines)
-    echo = Echo()
+    echo = Together(32)
     seen: list[Any] = []
     state = asyncio.run(runner(folder, echo, 32, tell=seen.append).run())
     check(tmp_path, lines)
@@ -182,6 +199,7 @@ def test_the_loop_is_left_to_others_while_files_are_read(tmp_path: Path, monkeyp
     lines = some_lines(1000)
     folder = new_job(tmp_path, lines)
     threads: set[str] = set()
+    journal = {"line", "columns", "pending", "commit", "commit_lines"}
 
     def noted(function: Any) -> Any:
         def call(*arguments: Any) -> Any:
@@ -199,9 +217,12 @@ def test_the_loop_is_left_to_others_while_files_are_read(tmp_path: Path, monkeyp
     monkeypatch.setattr(validate, "read_lines", read)
     monkeypatch.setattr(runner_module, "check_file", noted(check_file))
     monkeypatch.setattr(runner_module, "job_requests", noted(job_requests))
+    monkeypatch.setattr(ResultFiles, "close", noted(ResultFiles.close))
+    for name in journal:
+        monkeypatch.setattr(Journal, name, noted(getattr(Journal, name)))
     asyncio.run(runner(folder, Echo()).run())
     check(tmp_path, lines)
-    assert threads == {"next", "check_file", "job_requests"}
+    assert threads == {"next", "check_file", "job_requests", "close", *journal}
 
 
 @pytest.mark.parametrize("validated", [False, True])

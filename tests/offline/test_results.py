@@ -4,7 +4,7 @@ import asyncio
 import errno
 import os
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -106,3 +106,29 @@ def test_no_job_is_said_to_be_finalizing_before_its_last_results_are_kept(
     assert asyncio.run(run()).completed == len(LINES)
     assert len({left for status, left in seen if status == "in_progress"}) > 2  # the slow flush had a part of them
     assert {left for status, left in seen if status == "finalizing"} == {0}
+
+
+class Interrupted(list[Result]):
+    """Another thread flushes while a result is gathered."""
+
+    def __init__(self, flush: Callable[[], None]) -> None:
+        super().__init__()
+        self.flushing = threading.Thread(target=flush)
+
+    def append(self, result: Result) -> None:
+        self.flushing.start()
+        self.flushing.join(0.3)
+        super().append(result)
+
+
+def test_a_result_that_is_gathered_during_a_flush_is_not_lost(tmp_path: Path) -> None:
+    folder = new_job(tmp_path, LINES)
+    journal = folder.journal()
+    files = ResultFiles(journal)
+    waiting = files._waiting = Interrupted(files.flush)
+    files.add(Result(1, b'{"custom_id":"r0"}\n', answered=True))
+    waiting.flushing.join()
+    files.flush()
+    files.close()
+    journal.close()
+    assert folder.state().completed == len(results(tmp_path)[0]) == 1

@@ -67,3 +67,13 @@ def test_sample_is_a_hundredth_and_holds_every_large_kind(seed: int, count: int)
     if count == 1000:
         assert set(requests.groups[sample].tolist()) == {0, 1}
     assert len(estimator(requests, lengths).sample(seed)) == 0
+
+
+def test_a_refused_request_says_nothing_of_its_relatives() -> None:
+    requests = JobRequests.of([[i] for i in range(50)], [1000] * 50)
+    one = estimator(requests)
+    for i in range(5):
+        one.observe(i, 400)
+    before = one.estimate()
+    assert not any(one.observe(i, 0) for i in range(5, 25))
+    assert (one.estimate() == before).all()

@@ -16,18 +16,22 @@ from headrace.offline.planning.requests import JobRequests
 
 
 class Unserved:
-    """The `Endpoint` of a job that will not run: it takes every body and answers none."""
+    """The `Endpoint` of a job that will not run: it understands no body and answers none."""
 
     urls = URLS
-    fingerprint = ""
+
+    @property
+    def fingerprint(self) -> str:
+        """Asked for only of a job that would run."""
+        raise JobError("the job is not to be cancelled, and its time is not up: it is left as it was")
 
     async def prepare(self, url: str, body: bytes) -> Asked:
-        """Any body will do."""
-        return Asked([[0]], 1, b"", None)
+        """Never called: lines of a job that ends are not understood."""
+        raise EngineDead("a job that is being closed has no engine")
 
     async def run(self, asked: Asked, share: float, worker: int = 0) -> Answer:
-        """Never called for a cancelled job."""
-        raise EngineDead("a cancelled job has no engine")
+        """Never called: nothing runs."""
+        raise EngineDead("a job that is being closed has no engine")
 
     def pace(self, worker: int, tokens: int | None) -> None:
         """Never called: nothing runs."""
@@ -70,6 +74,7 @@ async def close_job(
 
     Raises:
         JobBusy: another process runs it, and will end it.
+        JobError: it is not to be cancelled, and its time is not up.
     """
     return await JobRunner(folder, Unserved(), _unordered, windows=[1], publish=publish, clock=clock).run()
 

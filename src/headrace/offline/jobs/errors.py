@@ -30,3 +30,10 @@ class WrongLine(HeadraceError):
         self.code = code
         self.param = param
         self.custom_id = custom_id
+
+
+def reason_of(error: Exception) -> str:
+    """What a failed call of the system or of SQLite says, with the file it is about where that is known."""
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror if error.filename is None else f"{error.filename}: {error.strerror}"
+    return str(error)

@@ -2,60 +2,27 @@
 
 import asyncio
 import logging
-import os
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
-from headrace.core.errors import EngineDead, HeadraceError, QueueFull
+from headrace.core.errors import EngineDead, QueueFull
+from headrace.offline.jobs.backoff import Backoff
 from headrace.offline.jobs.endpoint import Answer, Asked, Endpoint
 from headrace.offline.jobs.errors import JobError
-from headrace.offline.jobs.journal import Columns, Journal
-from headrace.offline.jobs.lines import parse_line
-from headrace.offline.jobs.output import answer_line
+from headrace.offline.jobs.lines import BatchLine
+from headrace.offline.jobs.output import answer_line, request_id
+from headrace.offline.jobs.pending_lines import PendingLines
+from headrace.offline.jobs.refusals import refused
 from headrace.offline.jobs.results import FLUSH_BYTES, Result, ResultFiles
-from headrace.offline.jobs.validate import signed_digest
 from headrace.offline.planning.fleet import Fleet
 
-RETRY_SECONDS = 0.25
 TICK_SECONDS = 0.1
 MAX_ATTEMPTS = 3
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class Lines:
-    """Pending lines, numbered as the policy does.
-
-    Attributes:
-        journal: of the job.
-        columns: of the pending lines.
-        descriptor: of the input.
-        limit: bytes a line may have.
-    """
-
-    journal: Journal
-    columns: Columns
-    descriptor: int
-    limit: int
-
-    def read(self, index: int, urls: tuple[str, ...]) -> tuple[int, str, str, bytes]:
-        """A line's number, custom id, route and body.
-
-        Raises:
-            JobError: it is not what it was when it was validated.
-        """
-        row = self.journal.line(int(self.columns.numbers[index]))
-        data = os.pread(self.descriptor, row.length, row.start)
-        if signed_digest(data) != row.digest:
-            path = self.journal.spec.input
-            raise JobError(f"line {row.number} of {path} was changed while the job ran; run it anew")
-        line = parse_line(data, urls, self.limit)
-        return row.number, line.custom_id, line.url, line.body
 
 
 class Generation:
@@ -68,25 +35,27 @@ class Generation:
         windows: requests in flight at most, on each worker.
         files: take the results.
         share: of a step with online requests that the job may take now.
-        finished: told a request's index, the tokens it might have produced, and its result.
+        finished: told a request's index and the tokens it has produced, 0 where it was refused.
     """
 
     def __init__(
         self,
-        lines: Lines,
+        lines: PendingLines,
         endpoint: Endpoint,
         fleet: Fleet,
         windows: Sequence[int],
         files: ResultFiles,
         share: Callable[[], float],
-        finished: Callable[[int, int, Result], None],
+        finished: Callable[[int, int], None],
     ) -> None:
         self._lines, self._endpoint, self._fleet, self._windows = lines, endpoint, fleet, windows
         self._files, self._share, self._finished = files, share, finished
         self._tasks: dict[int, asyncio.Task[Result]] = {}
         self._workers: dict[int, int] = {}  # who runs each
+        self._dropped: set[asyncio.Task[Result]] = set()  # of lost workers; cancelled, not seen yet
         self._asked: dict[int, Asked] = {}
         self._in_flight = [0] * len(windows)
+        self._backoffs = [Backoff() for _ in windows]
         self._paces: list[int | None] = [None] * len(windows)
         self._ready: list[deque[int]] = [deque() for _ in windows]
         self._done: asyncio.Queue[tuple[int, int, asyncio.Task[Result]]] = asyncio.Queue()
@@ -134,11 +103,9 @@ class Generation:
         """Abort what runs, and let the engines go at their own pace again."""
         for worker in range(len(self._windows)):
             self._set_pace(worker, None)
-        for task in self._tasks.values():
-            task.cancel()
-        await asyncio.gather(*self._tasks.values(), return_exceptions=True)
-        self._tasks.clear()
-        self._workers.clear()
+        for index in list(self._tasks):
+            self._drop(index)
+        await asyncio.gather(*self._dropped, return_exceptions=True)
 
     def tell_progress(self) -> None:
         """Tell the policy how many tokens there are of each request."""
@@ -170,7 +137,8 @@ class Generation:
     def _take(self, index: int, worker: int, task: "asyncio.Task[Result]") -> None:
         """A task is done: take its result, or give what its worker had to the others."""
         self._in_flight[worker] -= 1
-        if self._tasks.get(index) is not task:  # its worker was lost, and another has the request
+        if task in self._dropped:
+            self._dropped.discard(task)
             if not task.cancelled():
                 task.exception()  # seen
             return
@@ -181,13 +149,21 @@ class Generation:
                 raise
             log.warning("a worker has ended; the others take what it had", extra={"worker": worker})
             self._ready[worker].clear()
+            self._forget(index)
             for other in [other for other, who in self._workers.items() if who == worker]:
-                self._forget(other)
+                self._drop(other)
             return
         self._forget(index)
         self._files.add(result)
         self._fleet.finish(index, result.output_tokens, time.monotonic())
-        self._finished(index, int(self._lines.columns.most[index]), result)
+        self._finished(index, result.output_tokens)
+
+    def _drop(self, index: int) -> None:
+        """Abort a request; another worker, or a later attempt, may run it."""
+        task = self._tasks[index]
+        self._forget(index)
+        task.cancel()
+        self._dropped.add(task)
 
     def _forget(self, index: int) -> None:
         del self._tasks[index], self._workers[index]
@@ -195,16 +171,16 @@ class Generation:
 
     async def _line(self, index: int, worker: int) -> Result:
         """Generate one line's answer on a worker."""
-        number, custom_id, url, body = self._lines.read(index, self._endpoint.urls)
+        number, line = await self._lines.read(index, self._endpoint.urls)
         attempt = 0
         while True:
             attempt += 1
-            answer = await self._answer(url, body, index, worker)
+            answer = await self._answer(number, line, index, worker)
             if answer.status < 500 or attempt >= MAX_ATTEMPTS:
                 break
         return Result(
             number,
-            answer_line(self._lines.journal.spec.id, number, custom_id, answer),
+            answer_line(self._lines.job, number, line.custom_id, answer),
             answer.status == 200,
             attempt,
             answer.prompt_tokens,
@@ -212,14 +188,15 @@ class Generation:
             answer.output_tokens,
         )
 
-    async def _answer(self, url: str, body: bytes, index: int, worker: int) -> Answer:
-        while True:
-            try:
-                asked = self._asked[index] = await self._endpoint.prepare(url, body)
-                return await self._endpoint.run(asked, self._share(), worker)
-            except QueueFull:  # online requests fill the engine's queue; ours can wait
-                await asyncio.sleep(RETRY_SECONDS)
-            except EngineDead:
-                raise
-            except HeadraceError as error:
-                return self._endpoint.refusal(error)
+    async def _answer(self, number: int, line: BatchLine, index: int, worker: int) -> Answer:
+        backoff = self._backoffs[worker]
+        try:
+            asked = self._asked[index] = await self._endpoint.prepare(line.url, line.body)
+            while True:
+                await backoff.wait()
+                try:
+                    return await self._endpoint.run(asked, self._share(), worker)
+                except QueueFull:  # online requests fill the engine's queue; ours can wait
+                    backoff.refused()
+        except Exception as error:
+            return refused(self._endpoint, error, request_id(self._lines.job, number))

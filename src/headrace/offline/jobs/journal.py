@@ -6,7 +6,7 @@ wrote after its last commit is therefore known to be nobody's when the next one 
 
 import sqlite3
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -82,6 +82,11 @@ class Journal:
     Args:
         path: of the database.
 
+    Attributes:
+        spec: what was asked for.
+        state: how far the job is; written with every commit.
+        cancel_wanted: whether anybody had asked for the end of the job at the last commit, or when this was opened.
+
     Raises:
         JobError: it is not a journal.
     """
@@ -94,11 +99,12 @@ class Journal:
                 isolation_level=None,
             )  # fmt: skip
             self._db.execute("PRAGMA synchronous = NORMAL")
-            row = self._db.execute("SELECT spec, state FROM job").fetchone()
+            row = self._db.execute("SELECT spec, state, cancel FROM job").fetchone()
             if row is None:
                 raise JobError(f"{path} is no journal of a job")
             self.spec = msgspec.json.decode(row[0], type=JobSpec)
             self.state = msgspec.json.decode(row[1], type=JobState)
+            self.cancel_wanted = bool(row[2])
         except (sqlite3.Error, msgspec.MsgspecError) as error:
             raise JobError(f"the journal {path} cannot be read: {error}") from error
 
@@ -121,12 +127,6 @@ class Journal:
         """Let go of the database."""
         with self._lock:
             self._db.close()
-
-    @property
-    def cancel_wanted(self) -> bool:
-        """Whether anybody has asked for the end of the job."""
-        with self._lock:
-            return bool(self._db.execute("SELECT cancel FROM job").fetchone()[0])
 
     def ask_to_cancel(self) -> None:
         """Ask whoever runs the job to end it.
@@ -159,19 +159,25 @@ class Journal:
             )  # fmt: skip
             self._write_state()
 
-    def first_with(self, key: bytes) -> int | None:
-        """Number of the line that has this key."""
+    def lines_with(self, keys: Sequence[bytes]) -> dict[bytes, int]:
+        """Numbers of the lines that have any of a window's keys."""
+        places = ",".join("?" * len(keys))
         with self._lock:
-            row = self._db.execute("SELECT number FROM line WHERE key = ?", (key,)).fetchone()
-        return None if row is None else int(row[0])
+            return dict(self._db.execute(f"SELECT key, number FROM line WHERE key IN ({places})", keys))
 
     def line(self, number: int) -> LineRow:
-        """One line."""
+        """One line.
+
+        Raises:
+            JobError: there is none of that number.
+        """
         with self._lock:
             row = self._db.execute(
                 "SELECT number, start, length, digest, key, prompt, most, kind, state FROM line WHERE number = ?",
                 (number,),
             ).fetchone()
+        if row is None:
+            raise JobError(f"the journal of job {self.spec.id} has no line {number}; it is damaged: run the input anew")
         return LineRow(*row)
 
     def pending(self, most: int) -> list[LineRow]:
@@ -227,6 +233,7 @@ class Journal:
 
     def _write_state(self) -> None:
         self._db.execute("UPDATE job SET state = ?", (_json(self.state),))
+        self.cancel_wanted = bool(self._db.execute("SELECT cancel FROM job").fetchone()[0])
 
 
 def _json(value: msgspec.Struct) -> str:

@@ -22,7 +22,7 @@ class Result:
         number: of the line.
         data: what is written, with its line end.
         answered: to the output; else to the errors.
-        attempts: how often it was run.
+        attempts: how often it was run; kept for whoever looks into the journal, nothing here reads it.
         prompt_tokens: of its prompts.
         cached_tokens: of them, those that were not computed.
         output_tokens: generated.
@@ -51,6 +51,7 @@ class ResultFiles:
         self._journal = journal
         self._waiting: list[Result] = []
         self._bytes = 0
+        self._gathering = threading.Lock()  # of these two
         self._flushing = threading.Lock()
         self._closed = False
         self._failure: BaseException | None = None
@@ -79,8 +80,9 @@ class ResultFiles:
 
     def add(self, result: Result) -> None:
         """Gather one result."""
-        self._waiting.append(result)
-        self._bytes += len(result.data)
+        with self._gathering:
+            self._waiting.append(result)
+            self._bytes += len(result.data)
 
     def flush(self) -> None:
         """Write and commit what was gathered; may run in a thread beside `add`.
@@ -99,7 +101,8 @@ class ResultFiles:
                 raise
 
     def _flush(self) -> None:
-        taken, self._waiting, self._bytes = self._waiting, [], 0
+        with self._gathering:
+            taken, self._waiting, self._bytes = self._waiting, [], 0
         self.append(taken)
         state = self._journal.state
         for result in taken:

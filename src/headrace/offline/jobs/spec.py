@@ -75,7 +75,7 @@ class JobState(msgspec.Struct, kw_only=True):
 
     Attributes:
         status: as OpenAI names it.
-        ending: what it will have been, once it is `finalizing`.
+        ending: what it will have been; noted for good once it is cancelled, its time is up, or all lines are done.
         scanned: bytes of the input that have been validated.
         next_line: number of the line that begins there.
         tokens: prompt tokens in the spool.
@@ -90,7 +90,7 @@ class JobState(msgspec.Struct, kw_only=True):
         prompt_tokens: of answered lines.
         cached_tokens: of them, those that were not computed.
         output_tokens: of answered lines.
-        seconds: time the job has run, all attempts together.
+        seconds: time that requests of the job ran, all attempts together; validating and planning are left out.
         reason: why it failed.
         predicted_s: how long it was expected to run when it was created.
         predicted_end: when it is expected to end, seconds since the epoch.

@@ -1,23 +1,24 @@
 """The first pass over a job's input: every line is read, understood and entered into the journal, or refused.
 
 Works in windows of lines; after each, one commit says how far it is. A job that dies here goes on behind its last
-window.
+window. Lines of a job that is to end are only entered: they are not run, so nobody needs to know what they mean.
 """
 
 import asyncio
 import os
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 import xxhash
 
-from headrace.core.errors import EngineDead, HeadraceError
 from headrace.offline.jobs.endpoint import Asked, Endpoint
 from headrace.offline.jobs.errors import JobError, WrongLine
 from headrace.offline.jobs.folder import JobFolder
 from headrace.offline.jobs.journal import FAILED, PENDING, Journal, LineRow
-from headrace.offline.jobs.lines import MAX_LINE, RawLine, parse_line, read_lines
-from headrace.offline.jobs.output import answer_line, error_line
+from headrace.offline.jobs.lines import MAX_LINE, BatchLine, RawLine, parse_line, read_lines
+from headrace.offline.jobs.output import answer_line, error_line, request_id
+from headrace.offline.jobs.refusals import refused
 from headrace.offline.jobs.results import Result, ResultFiles
 from headrace.offline.jobs.spool import SpoolWriter
 
@@ -34,7 +35,7 @@ class Validation:
         files: its results.
         endpoint: what bodies mean.
         limit: bytes a line may have.
-        pause: of a second of work, so many seconds are left to others; 0 where nobody else is served.
+        pause: for a second of work, so many seconds are left to others; 0 where nobody else is served.
     """
 
     def __init__(
@@ -67,29 +68,49 @@ class Validation:
         spool = SpoolWriter(self._folder.spool, state.tokens)
         groups = windows(read_lines(descriptor, state.scanned, state.next_line, self._limit))
 
-        def read() -> list[RawLine]:
-            return next(groups, [])
+        def read() -> list[_Checked]:
+            return self._check(next(groups, []))
 
         try:
             while window := await asyncio.to_thread(read):
                 begun = time.perf_counter()
                 await self._window(window, spool)
                 tell()
-                await asyncio.sleep((time.perf_counter() - begun) * self._pause)
+                if state.ending is None:
+                    await asyncio.sleep((time.perf_counter() - begun) * self._pause)
         finally:
             spool.close()
             os.close(descriptor)
 
-    async def _window(self, window: list[RawLine], spool: SpoolWriter) -> None:
+    def _check(self, window: list[RawLine]) -> list["_Checked"]:
+        """All that can be said of lines without their bodies."""
+        digests = [0 if raw.data is None else signed_digest(raw.data) for raw in window]
+        found = [self._parsed(raw) for raw in window]
+        keys = [None if line.custom_id is None else key_of(line.custom_id) for line in found]
+        first = self._journal.lines_with([key for key in keys if key is not None])
+        checked = []
+        for raw, digest, line, key in zip(window, digests, found, keys):
+            if key is not None and first.setdefault(key, raw.number) != raw.number:
+                said = f"line {first[key]} has the same `custom_id`; they must differ"
+                line, key = WrongLine("duplicate_custom_id", said, "custom_id", line.custom_id), None
+            checked.append(_Checked(raw, digest, key, line))
+        return checked
+
+    def _parsed(self, raw: RawLine) -> BatchLine | WrongLine:
+        try:
+            return parse_line(raw.data, self._urls, self._limit)
+        except WrongLine as error:
+            return error
+
+    async def _window(self, window: list["_Checked"], spool: SpoolWriter) -> None:
         rows: list[LineRow] = []
         refused: list[Result] = []
-        keys: dict[bytes, int] = {}
-        for line in window:
-            row, refusal = await self._line(line, keys, spool)
+        for each in window:
+            row, refusal = await self._line(each, spool)
             rows.append(row)
             if refusal is not None:
-                refused.append(Result(line.number, refusal, answered=False))
-        await asyncio.to_thread(self._commit, window[-1], rows, refused, spool)
+                refused.append(Result(row.number, refusal, answered=False))
+        await asyncio.to_thread(self._commit, window[-1].raw, rows, refused, spool)
 
     def _commit(self, last: RawLine, rows: list[LineRow], refused: list[Result], spool: SpoolWriter) -> None:
         spool.flush()
@@ -101,50 +122,42 @@ class Validation:
         state.requests += len(rows) - len(refused)
         self._journal.commit_lines(rows)
 
-    async def _line(self, line: RawLine, keys: dict[bytes, int], spool: SpoolWriter) -> tuple[LineRow, bytes | None]:
+    async def _line(self, checked: "_Checked", spool: SpoolWriter) -> tuple[LineRow, bytes | None]:
         """The row of a line, and where it is refused what is written about it."""
-        job = self._journal.spec.id
-        digest = 0 if line.data is None else signed_digest(line.data)
-        key: bytes | None = None
-        custom_id: str | None = None
+        job, number, line = self._journal.spec.id, checked.raw.number, checked.line
+        if isinstance(line, WrongLine):
+            return checked.row(FAILED), error_line(job, number, line.custom_id, line.code, str(line), line.param)
+        if self._journal.state.ending is not None:
+            return checked.row(), None
         try:
-            try:
-                parsed = parse_line(line.data, self._urls, self._limit)
-            except WrongLine as error:
-                key = None if error.custom_id is None else self._first(error.custom_id, line.number, keys)
-                raise
-            custom_id = parsed.custom_id
-            key = self._first(custom_id, line.number, keys)
-            asked = await self._endpoint.prepare(parsed.url, parsed.body)
-        except EngineDead:
-            raise
-        except WrongLine as error:
-            row = LineRow(line.number, line.offset, line.length, digest, key, state=FAILED)
-            return row, error_line(job, line.number, error.custom_id, error.code, str(error), error.param)
-        except HeadraceError as error:
-            row = LineRow(line.number, line.offset, line.length, digest, key, state=FAILED)
-            return row, answer_line(job, line.number, custom_id or "", self._endpoint.refusal(error))
-        tokens = spool.add(asked.prompts)
-        most, kind = min(asked.most, (1 << 31) - 1), kind_of(asked)
-        return LineRow(line.number, line.offset, line.length, digest, key, tokens, most, kind, PENDING), None
+            asked = await self._endpoint.prepare(line.url, line.body)
+        except Exception as error:
+            answer = refused(self._endpoint, error, request_id(job, number))
+            return checked.row(FAILED), answer_line(job, number, line.custom_id, answer)
+        most = min(asked.most, (1 << 31) - 1)
+        return checked.row(PENDING, spool.add(asked.prompts), most, kind_of(asked)), None
 
-    def _first(self, custom_id: str, number: int, keys: dict[bytes, int]) -> bytes:
-        """The key of a `custom_id` that no line before this one has.
 
-        Raises:
-            WrongLine: one has.
-        """
-        key = xxhash.xxh3_128_digest(custom_id.encode())
-        first = keys.get(key) or self._journal.first_with(key)
-        if first is not None:
-            raise WrongLine(
-                "duplicate_custom_id",
-                f"line {first} has the same `custom_id`; they must differ",
-                "custom_id",
-                custom_id,
-            )
-        keys[key] = number
-        return key
+@dataclass(frozen=True, slots=True)
+class _Checked:
+    """A line of which all is known but what its body means.
+
+    Attributes:
+        raw: as it was read.
+        digest: of its bytes; 0 where there are too many.
+        key: of its `custom_id`; None: it has none, or a line before it has the same.
+        line: what it asks for, or why it is no request.
+    """
+
+    raw: RawLine
+    digest: int
+    key: bytes | None
+    line: BatchLine | WrongLine
+
+    def row(self, state: int = PENDING, prompt: int = 0, most: int = 0, kind: int = 0) -> LineRow:
+        """The line's row in the journal."""
+        raw = self.raw
+        return LineRow(raw.number, raw.offset, raw.length, self.digest, self.key, prompt, most, kind, state)
 
 
 def windows(lines: Iterator[RawLine]) -> Iterator[list[RawLine]]:
@@ -164,6 +177,11 @@ def windows(lines: Iterator[RawLine]) -> Iterator[list[RawLine]]:
 def signed_digest(data: bytes) -> int:
     """Digest of a line, as SQLite holds integers."""
     return int.from_bytes(xxhash.xxh3_64_digest(data), "big", signed=True)
+
+
+def key_of(custom_id: str) -> bytes:
+    """Digest of a `custom_id`: no two that differ have the same."""
+    return xxhash.xxh3_128_digest(custom_id.encode())
 
 
 def kind_of(asked: Asked) -> int:

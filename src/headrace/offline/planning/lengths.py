@@ -73,13 +73,15 @@ class LengthEstimator:
         return chosen
 
     def observe(self, request: int, output_tokens: int) -> bool:
-        """One has ended.
+        """One has ended; with no token it was refused, which says nothing of its relatives.
 
         Returns:
             Whether its group's estimate may be a different one now: at the 1st, 2nd, 3rd, 4th, 8th, .. of the group.
         """
-        self._seen[request] = max(1, output_tokens)
         self._running[request] = 0
+        if not output_tokens:
+            return False
+        self._seen[request] = output_tokens
         group = self._levels[0][request]
         self._ended[group] += 1
         ended = int(self._ended[group])
