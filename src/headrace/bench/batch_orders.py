@@ -17,7 +17,7 @@ from headrace.bench.progress import progress
 from headrace.bench.workload import write_requests
 from headrace.core.errors import HeadraceError
 from headrace.offline.plan_report import Plan, make_plan
-from headrace.offline.planning.admission import make_admission
+from headrace.offline.planning.admission import ORACLE, make_admission
 from headrace.offline.planning.target import Target
 from headrace.perf.profile import DeviceProfile
 
@@ -102,7 +102,7 @@ def measure(
     Args:
         engine: with the KV budget and the scheduler's limits that count; every run begins without cached KV.
         job: what to run.
-        orders: of `planning.admission.ORDERS`.
+        orders: of `planning.admission.ORDERS`, or `ORACLE`.
         peer_command: as of `CommandPeer`; None: no peer.
         rounds: how often.
         salt: tells jobs apart that run on the same engine.
@@ -139,6 +139,7 @@ def measure(
                     engine.shape,
                     kv_tokens,
                     seed=number,
+                    lengths=lengths if order == ORACLE else None,
                     max_seqs=limits.max_num_seqs,
                     step_tokens=limits.max_num_batched_tokens,
                 )

@@ -3,7 +3,7 @@
 An A100 with its data-sheet rates runs Llama-3-8B, counted as the paper counts (every weight multiplies every token).
 GEMM and decode attention overlap as NanoFlow measured it; a step's linears take at least the time of reading the
 weights. The baselines (`dfs`, `random`, ...) begin a prompt only when all that run will find room to their ends, by
-true lengths that a real one would not know. `blend*` knows the lengths, `blend` estimates them.
+true lengths that a real one would not know. `oracle` knows the lengths, `blend` estimates them.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,7 +14,7 @@ import numpy as np
 
 from headrace.bench.blend_traces import QUESTIONS, VIDEO_SPREAD, Trace, make_trace
 from headrace.core.errors import ConfigError
-from headrace.offline.planning.admission import ORDERS, make_admission
+from headrace.offline.planning.admission import ORACLE, ORDERS, make_admission
 from headrace.offline.planning.blend import PAGE, BlendAdmission
 from headrace.offline.planning.simulated_engine import Run, SimulatedEngine
 from headrace.offline.planning.tree import PrefixTree
@@ -25,8 +25,7 @@ from headrace.perf.presets import accelerator
 from headrace.perf.profile import DeviceProfile
 from headrace.perf.roofline import optimum_seconds
 
-KNOWN = "blend*"
-DEFAULT_ORDERS = ("dfs", "random", KNOWN, "blend")
+DEFAULT_ORDERS = ("dfs", "random", ORACLE, "blend")
 #: KV of 60 GB, as in the paper's example, at Llama-3-8B's 128 KiB a token.
 KV_TOKENS = 60_000_000_000 // 131_072
 SEQUENCES, STEP_TOKENS = 1024, 2048
@@ -94,8 +93,8 @@ def simulate(
         ConfigError: there is no such order, or no such trace.
     """
     for name in orders:
-        if name not in (*ORDERS, KNOWN):
-            raise ConfigError(f"--order: {name!r} is not one of {', '.join((*ORDERS, KNOWN))}")
+        if name not in (*ORDERS, ORACLE):
+            raise ConfigError(f"--order: {name!r} is not one of {', '.join((*ORDERS, ORACLE))}")
     profile, model = setting.device(), paper_model()
     rates = CostRates.of(profile, model, STEP_TOKENS)
     try:
@@ -124,14 +123,14 @@ def _run(
     name: str, trace: Trace, tree: PrefixTree, profile: DeviceProfile, model: ModelShape, seed: int, optimum: float
 ) -> tuple[Run, dict[str, float]]:
     requests, lengths = trace.requests, trace.lengths
-    order = name.rstrip("*")
-    known = lengths if name == KNOWN or order != "blend" else None
+    ours = name in (ORACLE, "blend")
+    known = None if name == "blend" else lengths
     admission = make_admission(
-        order, requests, profile, model, KV_TOKENS, seed, known, max_seqs=SEQUENCES, step_tokens=STEP_TOKENS
+        name, requests, profile, model, KV_TOKENS, seed, known, max_seqs=SEQUENCES, step_tokens=STEP_TOKENS
     )
     engine = SimulatedEngine(
         requests, lengths, tree, profile, model, KV_TOKENS,
-        max_seqs=SEQUENCES, step_tokens=STEP_TOKENS, reserve=order != "blend",
+        max_seqs=SEQUENCES, step_tokens=STEP_TOKENS, reserve=not ours,
     )  # fmt: skip
     run = engine.run(admission)
     result = {
@@ -177,7 +176,7 @@ def summary(points: Sequence[Point]) -> dict[str, Any]:
         "random_sharing_kept": mean("random", "sharing_kept"),
         "paper_random_sharing_kept": "< 0.3",
     }
-    for order in (KNOWN, "blend"):
+    for order in (ORACLE, "blend"):
         both = [p.results for p in points if order in p.results and "dfs" in p.results]
         told[f"{order}_share_of_optimum"] = mean(order, "share_of_optimum")
         told[f"{order}_sharing_kept"] = mean(order, "sharing_kept")
@@ -189,13 +188,13 @@ def summary(points: Sequence[Point]) -> dict[str, Any]:
     told["paper_blend_gain_over_dfs"] = 0.2084
     told["paper_blend_share_of_optimum"] = 0.8655
     losses = [
-        p.results["blend"]["seconds"] / p.results[KNOWN]["seconds"] - 1
+        p.results["blend"]["seconds"] / p.results[ORACLE]["seconds"] - 1
         for p in points
-        if "blend" in p.results and KNOWN in p.results
+        if "blend" in p.results and ORACLE in p.results
     ]
     if losses:
         told["loss_by_estimates"] = round(float(np.mean(losses)), 4)
-        told["leaves_split"] = mean(KNOWN, "leaves_split")
+        told["leaves_split"] = mean(ORACLE, "leaves_split")
         told["sampled"] = mean("blend", "sampled")
         told["warm_up_share"] = mean("blend", "warm_up_share")
     return told

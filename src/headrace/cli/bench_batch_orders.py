@@ -18,7 +18,8 @@ def bench_batch_orders(
     config: EngineConfig,
     mix: Annotated[list[str] | None, typer.Option(help="prefixes|even|replies; repeat; default: all")] = None,
     order: Annotated[
-        list[str] | None, typer.Option(help="fcfs|random|dfs|balance|blend; repeat; default: fcfs, dfs, blend")
+        list[str] | None,
+        typer.Option(help="fcfs|random|dfs|balance|blend|oracle (knows lengths); repeat; default: fcfs, dfs, blend"),
     ] = None,
     pool_tokens: Annotated[
         int, typer.Option(min=1, metavar="TOKENS", help="of the KV pool, without --kv-memory")
@@ -38,13 +39,13 @@ def bench_batch_orders(
     from headrace.bench.batch_mixes import MIXES, make_job
     from headrace.bench.local_engine import LocalEngine, with_pool_of
     from headrace.core.errors import ConfigError
-    from headrace.offline.planning.admission import ORDERS
+    from headrace.offline.planning.admission import ORACLE, ORDERS
 
     drawing.check(plot)
     orders = list(dict.fromkeys(order or _DEFAULT))
     for name in orders:
-        if name not in ORDERS:
-            raise ConfigError(f"--order: {name!r} is not one of {', '.join(ORDERS)}")
+        if name not in (*ORDERS, ORACLE):
+            raise ConfigError(f"--order: {name!r} is not one of {', '.join((*ORDERS, ORACLE))}")
     mixes = list(dict.fromkeys(mix or MIXES))
     for name in mixes:
         if name not in MIXES:

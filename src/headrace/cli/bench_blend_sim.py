@@ -17,7 +17,7 @@ def bench_blend_sim(
         list[str] | None, typer.Option(metavar="DENSITY,SHARING", help="a trace; repeat; default: the paper's four")
     ] = None,
     order: Annotated[
-        list[str] | None, typer.Option(metavar="NAME", help="repeat; blend* knows the lengths; default: those compared")
+        list[str] | None, typer.Option(metavar="NAME", help="repeat; oracle knows the lengths; default: those compared")
     ] = None,
     overlap: Annotated[
         str | None, typer.Option(metavar="SHARE,RATE", help="attention's share of the units, and its rate with it")

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from headrace.offline.planning.admission import make_admission
+from headrace.offline.planning.admission import ORACLE, make_admission
 from headrace.offline.planning.blend import PAGE
 from headrace.offline.planning.requests import JobRequests
 from headrace.offline.planning.simulated_engine import Run, SimulatedEngine
@@ -69,7 +69,7 @@ class Workload:
             target.model,
             target.kv_tokens,
             seed,
-            self.lengths if known else None,
+            self.lengths if known or order == ORACLE else None,
             max_seqs=target.max_seqs,
             step_tokens=target.step_tokens,
         )

@@ -12,6 +12,8 @@ from headrace.offline.planning.fixed import balanced, fixed_order
 from headrace.offline.planning.requests import JobRequests
 from headrace.offline.planning.simulated_engine import Run, SimulatedEngine
 from headrace.offline.planning.tree import PrefixTree
+from headrace.perf.model_config import preset
+from headrace.perf.presets import accelerator
 from headrace.perf.profile import DeviceProfile
 
 KV = 1000
@@ -123,3 +125,32 @@ def test_blend_keeps_the_sharing_that_random_loses(seed: int) -> None:
     assert blend.hit_tokens >= 0.85 * possible
     assert random.hit_tokens <= 0.8 * possible
     assert blend.seconds < random.seconds
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_a_job_of_one_kind_is_not_slowed_down(known: bool) -> None:
+    """Where every request is as dense as every other there is nothing to keep compute work for."""
+    rng = np.random.default_rng(0)
+    documents = rng.integers(0, 30_000, (40, 500))
+    prompts = [[*documents[n // 16].tolist(), *rng.integers(0, 30_000, 300).tolist()] for n in rng.permutation(640)]
+    requests, lengths = JobRequests.of(prompts, [8] * 640), np.full(640, 4, np.int64)
+    device, model, kv = accelerator("A100"), preset("llama-3-8b", "bfloat16"), 400_000
+    assert model is not None
+    seconds = {}
+    for order in ("dfs", "blend"):
+        admission = make_admission(
+            order, requests, device, model, kv, 1, lengths if known else None, max_seqs=512, step_tokens=2048
+        )
+        tree = PrefixTree.of(requests, 16)
+        engine = SimulatedEngine(requests, lengths, tree, device, model, kv, max_seqs=512, step_tokens=2048)
+        seconds[order] = engine.run(admission).seconds
+    assert seconds["blend"] < 1.05 * seconds["dfs"]
+
+
+def test_the_oracle_is_the_blended_order_with_true_lengths() -> None:
+    requests, lengths = random_job(3)
+    oracle, blend = (run(order, requests, lengths, GPU, known=True) for order in ("oracle", "blend"))
+    assert oracle.order == blend.order
+    assert oracle.order != run("blend", requests, lengths, GPU, known=False).order
+    with pytest.raises(ConfigError, match="oracle needs"):
+        make_admission("oracle", requests, GPU, MODEL, KV)

@@ -19,6 +19,8 @@ from headrace.perf.profile import DeviceProfile
 ModelCost = ModelShape
 
 ORDERS = ("fcfs", "random", "dfs", "balance", "blend")
+#: The blended order of somebody who knows all output lengths: what estimating them costs. For evaluation.
+ORACLE = "oracle"
 
 
 class Admission(Protocol):
@@ -83,7 +85,7 @@ def make_admission(
     """The policy of an order over the requests of a job.
 
     Args:
-        order: one of `ORDERS`.
+        order: one of `ORDERS`, or `ORACLE`.
         requests: of the job.
         profile: of the device the job runs on.
         model: that it runs.
@@ -95,11 +97,15 @@ def make_admission(
         part: which of the requests it is to admit; None: all.
 
     Raises:
-        ConfigError: there is no such order.
+        ConfigError: there is no such order, or it needs lengths.
     """
     from headrace.offline.planning.blend import BlendAdmission
     from headrace.offline.planning.fixed import FixedAdmission, fixed_order
 
+    if order == ORACLE:
+        if lengths is None:
+            raise ConfigError(f"--order: {ORACLE} needs the true output lengths, which only an evaluation has")
+        order = "blend"
     if order not in ORDERS:
         raise ConfigError(f"--order: {order!r} is not one of {', '.join(ORDERS)}")
     if order == "blend" and len(requests):

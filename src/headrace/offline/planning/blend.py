@@ -32,6 +32,8 @@ _HORIZON = 1.1
 _WEIGHTY = 0.05
 #: Compute work is spent so much more slowly than estimates say, so that some is left beside the last long answers.
 _DOUBT = 1.5
+#: Share of the pool that is in use while a job runs: an average over its steps (own).
+_FILLED = 0.6
 #: Standard deviation of an estimated length over its mean (own): so much of what runs together is kept free.
 _UNKNOWN = 0.4
 
@@ -303,10 +305,15 @@ class _State:
         self._paced = plan._overlap and plan._reports
         # A mix that is even on the device is as fast as the density of the whole where that is above it, and needs no
         # knowledge of lengths; the density makes steps alike to the end.
-        believed = self._density / (1.0 if plan._known else _DOUBT)
+        doubt = 1.0 if plan._known else _DOUBT
+        believed = self._density / doubt
         mix = max(believed, plan._even_mix)
         decoding = float(begun.sum())
-        rows = min(float(plan._step_tokens), max(mix * read / rates.linear, plan._free_rows, decoding + 1))
+        # That proportion alone holds at any pace, however slow. So at least what ends the compute work when the memory
+        # work can end: it takes as many steps as fill the pool with all that is read, or as the longest answer.
+        steps = max(self._area / (_FILLED * plan._kv), self._longest, 1.0)
+        rows = max(mix * read / rates.linear, compute / rates.linear / steps / doubt, plan._free_rows, decoding + 1)
+        rows = min(float(plan._step_tokens), rows)
         self._mix = mix
         self._pace = rows - decoding if self._paced else np.inf
         self.step_rows = int(np.ceil(rows)) if self._paced else None
