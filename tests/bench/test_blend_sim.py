@@ -3,9 +3,10 @@
 import numpy as np
 import pytest
 
-from headrace.bench.blend_sim import KNOWN, Setting, paper_model, simulate, summary
+from headrace.bench.blend_sim import Setting, paper_model, simulate, summary
 from headrace.bench.blend_traces import POINTS, make_trace
 from headrace.core.errors import ConfigError
+from headrace.offline.planning.admission import ORACLE
 from headrace.offline.planning.tree import PrefixTree
 from headrace.perf.density import CostRates, density
 
@@ -24,11 +25,11 @@ def test_traces_have_the_density_and_sharing_asked_for(point: tuple[float, float
 
 
 def test_a_small_trace_through_all_orders() -> None:
-    point, runs = simulate((0.9, 0.35), Setting(count=4000), ("dfs", "random", KNOWN, "blend"))
+    point, runs = simulate((0.9, 0.35), Setting(count=4000), ("dfs", "random", ORACLE, "blend"))
     for order, run in runs.items():
         assert sorted(run.order) == list(range(4000))
         assert 0.2 < point.results[order]["share_of_optimum"] < 1
-    assert point.results[KNOWN]["seconds"] < point.results["dfs"]["seconds"]
+    assert point.results[ORACLE]["seconds"] < point.results["dfs"]["seconds"]
     assert point.results["dfs"]["sharing_kept"] == pytest.approx(1, abs=0.01)
     told = summary([point])
     assert told["random_sharing_kept"] < told["blend_sharing_kept"]
