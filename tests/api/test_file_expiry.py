@@ -69,6 +69,15 @@ def test_how_long_files_are_kept_is_checked(served: Served, fields: dict[str, st
     assert not list(served.state.files.folder.glob(".*"))
 
 
+@pytest.mark.parametrize("field", ["expires_after", "expires_after[ seconds ]", "expires_after[days]"])
+def test_an_end_that_is_named_otherwise_is_not_ignored(served: Served, field: str) -> None:
+    form = {"purpose": "batch", field: '{"anchor": "created_at", "seconds": 3600}'}
+    with served.http() as http:
+        answer = http.post("/v1/files", data=form, files={"file": ("a", LINE)})
+    assert answer.status_code == 400
+    assert field in answer.json()["error"]["message"]
+
+
 def test_an_expired_input_harms_no_batch(served: Served, client: OpenAI) -> None:
     file = client.files.create(file=("in.jsonl", jsonl(*(chat_line(str(i), "la") for i in range(50)))),
                                purpose="batch", expires_after=HOUR)  # fmt: skip

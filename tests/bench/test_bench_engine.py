@@ -5,6 +5,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import numpy as np
 import pytest
 from perf_examples import profile
 
@@ -174,6 +175,13 @@ def test_pictures(tmp_path: Path) -> None:
     plot.distributions({"TTFT": [0.1, 0.2], "ITL": [0.05]}, tmp_path / "d.png")
     assert (tmp_path / "b.png").stat().st_size > 1000
     assert (tmp_path / "d.png").stat().st_size > 1000
+
+
+def test_the_work_of_a_step_is_spread_over_its_time() -> None:
+    # Steps of 2 s and 1 s with a second between them; the first computes all the time, the second half of it.
+    ends, lengths, work = np.array([2.0, 4.0]), np.array([2.0, 1.0]), np.array([2.0, 0.5])
+    shares = plot.per_second(ends, lengths, work, np.linspace(0, 4, 9))
+    assert shares == pytest.approx([1, 1, 1, 1, 0, 0, 0.5, 0.5])
 
 
 def test_random_prompts_avoid_special_tokens() -> None:

@@ -74,6 +74,22 @@ def test_nothing_is_written_over(tmp_path: Path) -> None:
     assert headrace("batch", "status", "batch_0", home=tmp_path).returncode == 1
 
 
+@pytest.mark.parametrize("taken", ["in.png", "out.png", "err.png", "none/steps.png"])
+def test_a_picture_is_drawn_over_nothing(tmp_path: Path, taken: str) -> None:
+    source, out, errors = (tmp_path / name for name in ("in.png", "out.png", "err.png"))
+    source.write_text(request("a", "b"))
+    words = ("batch", "run", str(source), "-o", str(out), "--errors", str(errors), "--model", "/no")
+    done = headrace(*words, "--plot", str(tmp_path / taken), home=tmp_path)
+    assert done.returncode == 2
+    assert "--plot" in done.stderr
+    assert source.read_text() == request("a", "b")
+    assert not list_jobs(tmp_path / "jobs")
+    if taken != "err.png":  # of which a plan knows nothing
+        done = headrace("plan", str(source), "-o", str(out), "--plot", str(tmp_path / taken), home=tmp_path)
+        assert done.returncode == 2
+        assert "--plot" in done.stderr
+
+
 def test_output_and_errors_are_two_files(tmp_path: Path) -> None:
     (tmp_path / "in.jsonl").write_text(request("a", "b"))
     (tmp_path / "x").mkdir()
@@ -112,6 +128,7 @@ def test_a_file_that_exists_is_refused_with_the_job_that_made_it(tmp_path: Path)
 def jobs_in(home: Path, *ids: str) -> None:
     for each in ids:
         paths = {name: str(home / f"{each}.{name}") for name in ("input", "output", "errors")}
+        Path(paths["input"]).write_text(request("a", "b"))
         create_job(JobSpec(id=each, origin="cli", created_at=86400.0 * 365, **paths), home / "jobs")
 
 
@@ -170,6 +187,17 @@ def test_a_job_may_go_on_with_another_number_of_engines(tmp_path: Path) -> None:
     assert done.returncode == 2
     assert "--dp 5000" in done.stderr
     assert open_job(job, tmp_path / "jobs").state().status == "validating"
+
+
+def test_without_its_input_a_job_is_not_resumed_and_no_engine_is_loaded_for_it(tmp_path: Path) -> None:
+    job = "batch_" + "a" * 32
+    assert headrace("batch", "ls", home=tmp_path).stdout == "no jobs\n"
+    jobs_in(tmp_path, job)
+    source = Path(open_job(job, tmp_path / "jobs").spec().input)
+    source.unlink()
+    done = headrace("batch", "resume", job, home=tmp_path)
+    assert done.returncode == 1
+    assert f"{source} cannot be read" in done.stderr
 
 
 def test_a_job_from_end_to_end(home: Path, model: str) -> None:

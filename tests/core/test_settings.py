@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.core.config import Config, EngineConfig, SchedulerConfig, StoreConfig, check, option
+from headrace.core.config import MIN_STEP_TIMEOUT, Config, EngineConfig, SchedulerConfig, StoreConfig, check, option
 from headrace.core.errors import ConfigError
 from headrace.core.foreign import WAYS_OUT
 from headrace.core.settings import (
@@ -77,6 +77,19 @@ def test_numbers_that_cannot_work_are_named_by_their_flag(name: str) -> None:
     check(EngineConfig())
     with pytest.raises(ConfigError, match=f"^--{name.replace('_', '-')} must be at least 1, got 0$"):
         check(EngineConfig(scheduler=replace(SchedulerConfig(), **{name: 0})))
+
+
+@pytest.mark.parametrize(("name", "value"), [("max_num_seqs", 1 << 40), ("max_num_batched_tokens", 1 << 40)])
+def test_slips_of_the_finger_are_named_by_their_flag(name: str, value: int) -> None:
+    with pytest.raises(ConfigError, match=f"^--{name.replace('_', '-')} must be at most"):
+        check(EngineConfig(scheduler=replace(SchedulerConfig(), **{name: value})))
+
+
+def test_a_step_may_not_be_given_too_little_time() -> None:
+    for seconds in (0.0, MIN_STEP_TIMEOUT):
+        check(EngineConfig(scheduler=SchedulerConfig(step_timeout=seconds)))
+    with pytest.raises(ConfigError, match="--step-timeout must be 0"):
+        check(EngineConfig(scheduler=SchedulerConfig(step_timeout=1.0)))
 
 
 @given(st.integers(0, 1 << 45), st.integers(0, 10**6))

@@ -16,7 +16,7 @@ from headrace.api.prepared import Prepared
 from headrace.api.running import check_finish
 from headrace.api.schema_chat import ChatRequest
 from headrace.api.state import ServerState
-from headrace.api.submit import new_id, submit
+from headrace.api.submit import new_id, standing, submit
 from headrace.core.errors import EngineDead, HeadraceError, InvalidRequest, QueueFull
 from headrace.core.sampling import SamplingParams
 from headrace.offline.jobs.endpoint import Answer, Asked
@@ -52,6 +52,7 @@ class BatchEndpoint:
         prepared = await _PREPARE[url](self._state, body)
         if prepared.request.stream:
             raise InvalidRequest("`stream` is not possible in a batch; leave it out", "stream")
+        standing(prepared.request)  # else it would be refused when it runs
         count, most = _sequences(prepared), _queue_of(self._state)
         if count > most:
             raise InvalidRequest(

@@ -250,13 +250,17 @@ class BatchService:
             clock=self._clock,
         )
         self._queue.running = batch
+        log.info("a batch runs", extra={"batch": folder.id})
         try:
             begun = await asyncio.to_thread(folder.state)
             state.metrics.begin_batch(begun.completed, begun.failed)
             if self._stopping.is_set():
                 return "let go"
-            await runner.run()
+            last = await runner.run()
+            counts = {"completed": last.completed, "failed": last.failed}
+            log.info("a batch has ended", extra={"batch": folder.id, "status": last.status, **counts})
         except Stopped:
+            log.info("a batch is let go; it goes on later", extra={"batch": folder.id})
             return "let go"
         except (EngineDead, JobBusy):  # another server of this model has it; when that one dies, it is ours
             return "failed"

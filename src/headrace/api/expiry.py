@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 import msgspec
 
 from headrace.api.schema import wrong_type
+from headrace.core.errors import InvalidRequest
 
 
 class ExpiresAfter(msgspec.Struct, frozen=True):
@@ -35,6 +36,12 @@ def expiry_of(fields: Mapping[str, str]) -> int | None:
         for name in ExpiresAfter.__struct_fields__
         if (field := f"expires_after[{name}]") in fields
     }  # fmt: skip
+    for name in fields:
+        if name.startswith("expires_after") and name.removeprefix("expires_after") not in ("[anchor]", "[seconds]"):
+            said = (
+                "name the end of a file by the fields `expires_after[anchor]` and `expires_after[seconds]` of the form"
+            )
+            raise InvalidRequest(f"{said}, got {name[:100]!r}", "expires_after")
     if not asked:
         return None
     try:

@@ -137,7 +137,7 @@ def _warn_of_unknown(kind: type, body: bytes) -> None:
         if len(_warned) >= MAX_WARNED or len(name) > 100:
             return
         _warned.add(name)
-        log.warning("a request has a field that is not known here; it is ignored", extra={"field": name})
+        log.warning("the field %r of a request is not known here; it is ignored", name, extra={"field": name})
 
 
 def wrong_type(message: str) -> InvalidRequest:

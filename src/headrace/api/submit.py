@@ -38,6 +38,15 @@ async def read_body(request: Request) -> bytes:
             return b"".join(parts)
 
 
+def standing(request: GenerationFields) -> tuple[ServiceClass, int, str]:
+    """A request's class, priority and cache salt.
+
+    Raises:
+        InvalidRequest: one of them is wrong.
+    """
+    return service_class(request), priority(request), cache_salt(request)
+
+
 async def submit(
     state: ServerState,
     request: GenerationFields,
@@ -65,7 +74,7 @@ async def submit(
         QueueFull: no room for all of them.
         EngineDead: the engine has ended.
     """
-    asked, rank, salt = service_class(request), priority(request), cache_salt(request)
+    asked, rank, salt = standing(request)
     streams: list[TextStream] = []
     try:
         for i, prompt in enumerate(prompts):

@@ -1,5 +1,6 @@
 """Pictures of measurements; needs matplotlib (the extra `plot`)."""
 
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,17 +27,26 @@ def _pyplot() -> Any:
     return pyplot
 
 
-def check(path: Path | None) -> None:
+def check(path: Path | None, *others: Path | None) -> None:
     """Fail before the measurement rather than after it.
 
+    Args:
+        path: of the picture; None: there will be none.
+        others: files that the same command reads or writes.
+
     Raises:
-        ConfigError: matplotlib is missing, or the file's ending is not a picture's.
+        ConfigError: matplotlib is missing, or there can be no picture of that name: its ending is not a picture's, it
+            has no folder, or it is one of the others.
     """
     if path is None:
         return
     kinds = _pyplot().figure().canvas.get_supported_filetypes()
     if path.suffix.lstrip(".").lower() not in kinds:
         raise ConfigError(f"--plot: {path.name!r} is no picture; end it with .png, .svg or .pdf")
+    if not path.absolute().parent.is_dir():
+        raise ConfigError(f"--plot: there is no folder {path.absolute().parent}")
+    if os.path.realpath(path) in [os.path.realpath(other) for other in others if other is not None]:
+        raise ConfigError(f"--plot: {path} is a file that this command reads or writes; give another name")
 
 
 def gemm(profile: DeviceProfile, path: Path) -> None:
@@ -146,12 +156,10 @@ def composition(runs: Mapping[str, "Run"], optimum_s: float, path: Path) -> None
     for axes, (name, run) in zip(panels[:, 0], runs.items()):
         ends = np.cumsum(run.step_seconds)
         edges = np.linspace(0, ends[-1], 201)
-        width = edges[1]
         for kind, values in (("compute", run.compute), ("memory", run.memory)):
-            shares = np.histogram(ends, edges, weights=values)[0] / width
-            axes.plot(edges[1:], shares, label=kind, linewidth=1)
+            axes.stairs(per_second(ends, run.step_seconds, values, edges), edges, label=kind)
         axes.axvline(optimum_s, color="grey", linestyle=":", label="optimum")
-        axes.set(ylabel="seconds per second", title=f"{name}: {run.seconds:,.0f} s")
+        axes.set(ylabel="seconds per second", title=f"{name}: {run.seconds:,.4g} s")
         axes.legend(fontsize=7, loc="upper right")
         axes.grid(alpha=0.3)
     panels[-1][0].set_xlabel("time (s)")
@@ -170,10 +178,11 @@ def measured(record: Mapping[str, "NDArray[np.float64]"], planned: "Run | None",
         planned: the same job in the simulator; None: it is not drawn.
         path: where to.
     """
-    panels: list[tuple[str, Any, dict[str, Any]]] = []
+    panels: list[tuple[str, Any, Any, dict[str, Any]]] = []
     if planned is not None:
         kinds = {"compute": planned.compute, "memory": planned.memory}
-        panels.append((f"planned: {planned.seconds:,.1f} s", np.cumsum(planned.step_seconds), kinds))
+        ends, lengths = np.cumsum(planned.step_seconds), planned.step_seconds
+        panels.append((f"planned: {planned.seconds:,.4g} s", ends, lengths, kinds))
     for worker in np.unique(record["worker"]):
         mine = {name: column[record["worker"] == worker] for name, column in record.items()}
         kinds = {
@@ -182,19 +191,40 @@ def measured(record: Mapping[str, "NDArray[np.float64]"], planned: "Run | None",
             "compute by the profile": mine["compute_s"],
             "memory by the profile": mine["memory_s"],
         }
-        panels.append((f"measured, engine {int(worker)}: {mine['time_s'][-1]:,.1f} s", mine["time_s"], kinds))
+        title = f"measured, engine {int(worker)}: {mine['time_s'][-1]:,.4g} s"
+        panels.append((title, mine["time_s"], mine["step_s"], kinds))
     if not panels:
         return
     figure, grid = _pyplot().subplots(len(panels), 1, figsize=(9, 2.6 * len(panels)), squeeze=False, sharex=True)
-    for axes, (title, ends, kinds) in zip(grid[:, 0], panels):
+    for axes, (title, ends, lengths, kinds) in zip(grid[:, 0], panels):
         edges = np.linspace(0, max(float(ends[-1]), 1e-9), 121)
         for kind, values in kinds.items():
             style = ":" if kind.endswith("profile") else "-"
-            shares = np.histogram(ends, edges, weights=values)[0] / edges[1]
-            axes.plot(edges[1:], shares, style, label=kind, linewidth=1)
+            axes.stairs(per_second(ends, lengths, values, edges), edges, label=kind, linestyle=style)
         axes.set(ylabel="seconds per second", title=title)
         axes.legend(fontsize=7, loc="upper right")
         axes.grid(alpha=0.3)
     grid[-1][0].set_xlabel("time (s)")
     figure.tight_layout()
     figure.savefig(path)
+
+
+def per_second(
+    ends: "NDArray[np.float64]",
+    lengths: "NDArray[np.float64]",
+    work: "NDArray[np.float64]",
+    edges: "NDArray[np.float64]",
+) -> "NDArray[np.float64]":
+    """Work per second between the edges; that of a step is spread over the time it took.
+
+    Args:
+        ends: float64 [steps], when each step ended, ascending.
+        lengths: float64 [steps], how long each took; between steps there may be time without any.
+        work: float64 [steps], seconds of one kind of work.
+        edges: float64 [n + 1], ascending.
+    """
+    begins = np.maximum(ends - lengths, np.concatenate(([min(0.0, float(edges[0]))], ends[:-1])))
+    done = np.cumsum(work)
+    times = np.column_stack((begins, ends)).ravel()
+    amounts = np.column_stack((done - work, done)).ravel()
+    return np.diff(np.interp(edges, times, amounts)) / np.diff(edges)

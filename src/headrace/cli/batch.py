@@ -63,12 +63,12 @@ def run(
     from headrace.offline.jobs.lines import check_file
     from headrace.offline.jobs.spec import JobSpec, new_job_id
 
-    drawing.check(plot)
     check_order(order)
     check_file(input)
+    _check_free(output, "--output", input)
     errors = errors or output.with_name(f"{output.stem}.errors{output.suffix}")
-    for path, flag in ((output, "--output"), (errors, "--errors")):
-        _check_free(path, flag, input)
+    _check_free(errors, "--errors", input)
+    drawing.check(plot, input, output, errors)
     if os.path.realpath(errors) == os.path.realpath(output):
         raise ConfigError("--output and --errors name the same file; give two")
     spec = JobSpec(
@@ -109,11 +109,11 @@ def resume(
     from headrace.offline.jobs.errors import JobError
     from headrace.offline.jobs.folder import find_job
 
-    drawing.check(plot)
     folder = find_job(job)
     journal = folder.journal()
     spec, state = journal.spec, journal.state
     journal.close()
+    drawing.check(plot, *(Path(name) for name in (spec.input, spec.output, spec.errors)))
     if spec.origin == "server":
         raise JobError(f"job {folder.id} belongs to a server; it goes on when `headrace serve` runs with its model")
     if state.final:
@@ -165,6 +165,8 @@ def ls(json: Json = False) -> None:
     if json:
         print_json({"jobs": rows})
         return
+    if not rows:
+        print("no jobs")
     for row in rows:  # plain lines: an id is there to be copied
         created = _date(row["created_at"], "%Y-%m-%d %H:%M")
         counts = f"{row['completed']:,} answered, {row['failed']:,} errors of {row['total']:,}"

@@ -1,6 +1,7 @@
 """Runs a job in this process, with an engine of its own, and shows how far it is."""
 
 import asyncio
+import os
 import signal
 import sys
 from collections.abc import Sequence
@@ -18,6 +19,7 @@ from headrace.cluster.client import WorkerClient
 from headrace.core.config import EngineConfig, ServerConfig, check
 from headrace.front.launch import Worker, launch_workers
 from headrace.offline.jobs.device import device_of, fleet_of
+from headrace.offline.jobs.errors import JobError
 from headrace.offline.jobs.folder import JobFolder
 from headrace.offline.jobs.progress import Progress
 from headrace.offline.jobs.runner import JobRunner, Stopped
@@ -53,12 +55,15 @@ async def run_job(folder: JobFolder, config: EngineConfig, workers: int = 1) -> 
     Raises:
         HeadraceError: the engine cannot start or has ended, or the job cannot go on.
         JobBusy: another process runs it; no engine was started.
+        JobError: its input is gone; no engine was started.
     """
     check(config)
     with folder.lock():
         journal = folder.journal()
-        order = journal.spec.order
+        order, source = journal.spec.order, journal.spec.input
         journal.close()
+        if not os.access(source, os.R_OK):
+            raise JobError(f"{source} cannot be read, and job {folder.id} needs it: put it back, or cancel the job")
     interrupt = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from headrace.cli.options import Json
-from headrace.core.config import SchedulerConfig
-from headrace.core.errors import ConfigError
+from headrace.core.config import MAX_SEQS, MAX_STEP_TOKENS, SchedulerConfig
+from headrace.core.errors import ConfigError, HeadraceError
 
 if TYPE_CHECKING:
     from headrace.offline.plan_input import Bodies, PlanInput
@@ -31,9 +31,15 @@ def plan(
     ] = "auto",
     threads: Annotated[int, typer.Option(min=0, help="CPU threads of the engine; 0: all cores")] = 0,
     dtype: Annotated[str, typer.Option(metavar="auto|float32|bfloat16|float16", help="of the weights")] = "auto",
-    kv_tokens: Annotated[int, typer.Option(min=0, help="tokens of the KV pool; 0: what the device has room for")] = 0,
-    max_num_seqs: Annotated[int, typer.Option(min=0, help="sequences at once; 0: as the engine's default")] = 0,
-    max_num_batched_tokens: Annotated[int, typer.Option(min=0, help="tokens of a step; 0: by the device")] = 0,
+    kv_tokens: Annotated[
+        int, typer.Option(min=0, max=1 << 40, help="tokens of the KV pool; 0: what the device has room for")
+    ] = 0,
+    max_num_seqs: Annotated[
+        int, typer.Option(min=0, max=MAX_SEQS, help="sequences at once; 0: as the engine's default")
+    ] = 0,
+    max_num_batched_tokens: Annotated[
+        int, typer.Option(min=0, max=MAX_STEP_TOKENS, help="tokens of a step; 0: by the device")
+    ] = 0,
     order: Annotated[
         list[str] | None, typer.Option(metavar="NAME", help="an order to predict; repeat; default: all")
     ] = None,
@@ -43,7 +49,7 @@ def plan(
     output_share: Annotated[
         float, typer.Option(min=0.001, max=1.0, help="share of max_tokens that is expected to be produced")
     ] = 1.0,
-    seed: Annotated[int, typer.Option(help="of random orders and samples")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="of random orders and samples")] = 0,
     plot: Annotated[Path | None, typer.Option(metavar="FILE", help="draw the batches over time")] = None,
     json: Json = False,
 ) -> None:
@@ -61,7 +67,7 @@ def plan(
     from headrace.offline.plan_report import make_plan
     from headrace.offline.planning.admission import ORDERS
 
-    drawing.check(plot)
+    drawing.check(plot, requests, output, lengths)
     orders = list(dict.fromkeys(order or ORDERS))
     for name in orders:
         if name not in ORDERS:
@@ -71,6 +77,8 @@ def plan(
     if output is not None and os.path.lexists(output):
         what = "is the file that is read" if output.exists() and output.samefile(requests) else "exists"
         raise ConfigError(f"-o {output} {what}; give another name")
+    if output is not None and not output.absolute().parent.is_dir():
+        raise ConfigError(f"-o {output}: there is no folder {output.absolute().parent}")
     check_file(requests)
     target, folder = _target(model, device, threads, dtype, kv_tokens, max_num_seqs, max_num_batched_tokens)
     room = target.kv_tokens - _PAGE
@@ -124,7 +132,7 @@ def _target(
 ) -> tuple["Target", Path | None]:
     """What to plan for, and the model's folder where it has one."""
     from headrace.offline.planning.target import Target
-    from headrace.perf.model_config import preset, shape_of_folder
+    from headrace.perf.model_config import PRESETS, preset, shape_of_folder
     from headrace.perf.presets import accelerator, memory_bytes, names
     from headrace.perf.profile import load_or_default
 
@@ -135,9 +143,12 @@ def _target(
         raise ConfigError(f"--device: {device!r} is not one of auto, cpu, cuda, {', '.join(names())}")
     kind = dtype if dtype != "auto" else ("float32" if device == "cpu" else "bfloat16")
     shape = preset(model, kind)
-    folder = None if shape is not None else _folder(model)
+    folder = None
     if shape is None:
-        assert folder is not None
+        try:
+            folder = _folder(model)
+        except HeadraceError as error:
+            raise ConfigError(f"{error}; models that need no files to plan for: {', '.join(PRESETS)}") from error
         shape = shape_of_folder(folder, kind)
     defaults = SchedulerConfig()
     if device == "cpu":

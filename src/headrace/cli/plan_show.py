@@ -64,6 +64,8 @@ def _tables(result: Plan, given: PlanInput, about: dict[str, object]) -> None:
     print_table(title, ("group", "requests simulated", *orders), alone)
     for error in given.errors[:_ERRORS_SHOWN]:
         print(f"line {error.line} is not planned: {error.message}")
+    if given.wrong > _ERRORS_SHOWN:
+        print(f"{given.wrong - _ERRORS_SHOWN:,} more lines are not planned; --json tells of the first hundred")
 
 
 def _print_histograms(groups: Sequence[Group], names: Sequence[str]) -> None:
@@ -84,4 +86,7 @@ def _words(result: Plan, measured: bool) -> str:
         else "One pool of cores serves compute and memory work here, so their times add up: an order gains by sharing "
         "prefixes, hardly by blending."
     )
-    return words if measured else words + " The device was not measured; `headrace bench calibrate` makes that good."
+    if measured:
+        return words
+    advice = "`headrace bench calibrate` there makes a profile of what it really does."
+    return f"{words} The device was not measured, these are numbers of its kind; {advice}"

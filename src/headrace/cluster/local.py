@@ -54,8 +54,11 @@ class LocalEngine(WorkerClient):
         self._process.kill()
 
     async def close(self) -> None:
-        """End the worker: ask, then insist."""
+        """End the worker: ask, then insist; one that is still loading has nothing to write, and heeds no message."""
+        loading = self._info is None
         await super().close()
+        if loading and self._process.returncode is None:
+            self._process.kill()
         try:
             await asyncio.wait_for(self._process.wait(), STOP_SECONDS)
         except TimeoutError:

@@ -7,6 +7,8 @@ from headrace.core.errors import ConfigError
 
 #: Seconds: an engine says once a second that its steps end, and a slow step must not look like the end of them.
 MIN_STEP_TIMEOUT = 5.0
+#: Sequences at once and rows of a step have memory of their own; more than these is a slip of the finger.
+MAX_SEQS, MAX_STEP_TOKENS = 1 << 16, 1 << 20
 
 
 def option(default: Any, help: str, **extra: Any) -> Any:
@@ -140,6 +142,8 @@ def check(config: EngineConfig) -> None:
     limits = config.scheduler
     for name in ("max_num_seqs", "max_num_batched_tokens", "max_queue", "pipeline_depth"):
         _at_least(1, name, getattr(limits, name))
+    _at_most(MAX_SEQS, "max_num_seqs", limits.max_num_seqs)
+    _at_most(MAX_STEP_TOKENS, "max_num_batched_tokens", limits.max_num_batched_tokens)
     _at_least(0, "itl_target", limits.itl_target)
     if limits.step_timeout and limits.step_timeout < MIN_STEP_TIMEOUT:
         least = f"0 (never) or at least {MIN_STEP_TIMEOUT:g}s"
@@ -157,3 +161,8 @@ def check(config: EngineConfig) -> None:
 def _at_least(least: int, name: str, value: float) -> None:
     if value < least:
         raise ConfigError(f"--{name.replace('_', '-')} must be at least {least}, got {value}")
+
+
+def _at_most(most: int, name: str, value: int) -> None:
+    if value > most:
+        raise ConfigError(f"--{name.replace('_', '-')} must be at most {most}, got {value}")
