@@ -58,7 +58,7 @@ class Mix:
         }
 
 
-def measure(engine: LocalEngine, mixes: Sequence[tuple[int, int]], context: int = 256, rounds: int = 3) -> list[Mix]:
+def measure(engine: LocalEngine, mixes: Sequence[tuple[int, int]], context: int = 128, rounds: int = 3) -> list[Mix]:
     """Time steps of each mix, in turn.
 
     Args:

@@ -10,7 +10,7 @@ from headrace.cli.options import Json, with_settings
 from headrace.core.config import EngineConfig
 from headrace.core.errors import ConfigError
 
-_DEFAULT = ("32+32", "32+128", "32+448", "60+128")
+_DEFAULT = ("32+32", "32+128", "32+448")
 
 
 @with_settings(EngineConfig)
@@ -20,7 +20,7 @@ def bench_mixed_steps(
         list[str] | None,
         typer.Option(metavar="N+M", help=f"N sequences decode, a prompt of M; repeat; default: {', '.join(_DEFAULT)}"),
     ] = None,
-    context: Annotated[int, typer.Option(min=1, metavar="TOKENS", help="that decoding sequences look back on")] = 256,
+    context: Annotated[int, typer.Option(min=1, metavar="TOKENS", help="that decoding sequences look back on")] = 128,
     rounds: Annotated[int, typer.Option(min=1, help="repetitions, alternating; medians are reported")] = 3,
     json: Json = False,
 ) -> None:

@@ -32,8 +32,8 @@ _HORIZON = 1.1
 _WEIGHTY = 0.05
 #: Compute work is spent so much more slowly than estimates say, so that some is left beside the last long answers.
 _DOUBT = 1.5
-#: Share of the pool that is in use while a job runs: an average over its steps (own).
-_FILLED = 0.6
+#: Compute work is spent at least at so much of the pace at which it would end with the memory work (own).
+_PACE = 0.6
 #: Standard deviation of an estimated length over its mean (own): so much of what runs together is kept free.
 _UNKNOWN = 0.4
 
@@ -309,11 +309,11 @@ class _State:
         believed = self._density / doubt
         mix = max(believed, plan._even_mix)
         decoding = float(begun.sum())
-        # That proportion alone holds at any pace, however slow. So at least what ends the compute work when the memory
-        # work can end: it takes as many steps as fill the pool with all that is read, or as the longest answer.
-        steps = max(self._area / (_FILLED * plan._kv), self._longest, 1.0)
-        rows = max(mix * read / rates.linear, compute / rates.linear / steps / doubt, plan._free_rows, decoding + 1)
-        rows = min(float(plan._step_tokens), rows)
+        # That proportion alone holds at any pace, however slow. So it is at least a part of that at which compute work
+        # ends when memory work can: after the steps that read all with a full pool, or after the longest answer.
+        steps = max(self._area / plan._kv, self._longest, 1.0)
+        pace = _PACE / doubt * compute / rates.linear / steps
+        rows = min(float(plan._step_tokens), max(mix * read / rates.linear, pace, plan._free_rows, decoding + 1))
         self._mix = mix
         self._pace = rows - decoding if self._paced else np.inf
         self.step_rows = int(np.ceil(rows)) if self._paced else None
