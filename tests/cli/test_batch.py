@@ -272,6 +272,7 @@ def test_two_engines_share_a_job_and_their_steps_are_drawn(model: str, home: Pat
     assert (record["step_s"] > record["attention_s"]).all()
 
 
+@pytest.mark.slow
 def test_what_a_hung_engine_had_goes_to_the_other(home: Path, model: str) -> None:
     lines = [request(f"r{i}", f"question {i}", ignore_eos=True, max_tokens=200) for i in range(400)]
     source, out = home / "in.jsonl", home / "out.jsonl"
