@@ -74,10 +74,11 @@ def test_nothing_is_written_over(tmp_path: Path) -> None:
     assert headrace("batch", "status", "batch_0", home=tmp_path).returncode == 1
 
 
-@pytest.mark.parametrize("taken", ["in.png", "out.png", "err.png", "none/steps.png"])
+@pytest.mark.parametrize("taken", ["in.png", "link.png", "out.png", "err.png", "none/steps.png"])
 def test_a_picture_is_drawn_over_nothing(tmp_path: Path, taken: str) -> None:
     source, out, errors = (tmp_path / name for name in ("in.png", "out.png", "err.png"))
     source.write_text(request("a", "b"))
+    (tmp_path / "link.png").symlink_to(source)
     words = ("batch", "run", str(source), "-o", str(out), "--errors", str(errors), "--model", "/no")
     done = headrace(*words, "--plot", str(tmp_path / taken), home=tmp_path)
     assert done.returncode == 2

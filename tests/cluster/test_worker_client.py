@@ -123,10 +123,17 @@ def test_an_engine_that_is_silent_for_too_long_is_given_up() -> None:
                 await asyncio.sleep(0.1)
                 await worker.send(encode(Stepped([], EngineStats(steps_total=steps))))
             assert client.dead is None
-            for _ in range(2):  # that it lives is not enough
-                await worker.send(encode(Stepped([], EngineStats(steps_total=8))))
+
+            async def live_without_a_step() -> None:
+                while True:
+                    await worker.send(encode(Stepped([], EngineStats(steps_total=8))))
+                    await asyncio.sleep(0.05)
+
+            living = asyncio.create_task(live_without_a_step())
             with pytest.raises(EngineDead, match=r"0\.5 s \(--step-timeout\)"):
                 await asyncio.wait_for(anext(reader), 20)
             assert client.dead is not None
+            living.cancel()
+            await asyncio.gather(living, return_exceptions=True)
 
     asyncio.run(scenario())

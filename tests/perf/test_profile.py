@@ -1,4 +1,5 @@
 import json
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -8,7 +9,7 @@ from hypothesis import strategies as st
 from perf_examples import profile
 
 from headrace.core.errors import ConfigError
-from headrace.perf.presets import accelerator, estimate
+from headrace.perf.presets import NANOFLOW_OVERLAP, accelerator, as_run, estimate
 from headrace.perf.profile import available_cores, load, load_or_default, monotone_gemm, path_of, save
 
 
@@ -110,3 +111,11 @@ def test_estimates_exist_for_every_dtype_and_thread_count() -> None:
     assert h200.gemm_rate(1) == pytest.approx(4.8e12 * 0.8)  # 2 FLOPs per 2 bytes: bound by memory
     with pytest.raises(ConfigError, match="TPU"):
         accelerator("TPU")
+
+
+def test_a_device_overlaps_what_its_engine_does() -> None:
+    preset, measured = accelerator("A100"), profile(device="cuda")
+    own = replace(measured, overlap=((0.5, 0.9),))
+    assert as_run(preset, False).overlap == as_run(own, False).overlap == ()
+    assert as_run(preset, True).overlap == as_run(measured, True).overlap == NANOFLOW_OVERLAP
+    assert as_run(own, True) == own

@@ -40,3 +40,8 @@ def test_many_prompts_are_looked_at_a_few_tokens_at_a_time(monkeypatch: pytest.M
 
 def test_the_largest_token_is_no_end_of_a_prompt() -> None:
     check([[2**31 - 1], [2**31 - 1, 0], [0], [0, 2**31 - 1]])
+
+
+def test_a_job_is_sorted_once() -> None:
+    requests = JobRequests.of([[2], [1]], [1, 1])
+    assert requests.by_tokens is requests.by_tokens

@@ -72,3 +72,18 @@ def test_an_outlier_is_split_off_where_it_pays() -> None:
     assert order.split.tolist() == [17]
     assert order.requests[-1] == 17
     assert order.saved_tokens == 100 * 198
+
+
+def test_what_is_shared_deep_in_a_tree_adds_up() -> None:
+    """Prompts that part one token after another: the first leaf of a node may be that of many nodes above it."""
+    rng = np.random.default_rng(0)
+    prompts = [rng.integers(0, 2, 14).tolist() for _ in range(120)]
+    requests = JobRequests.of(prompts, [1] * len(prompts))
+    tree = PrefixTree.of(requests)
+    compute, memory = costs(requests, rng.integers(1, 2000, len(prompts)))
+    order = order_by_density(tree, compute, memory, RATES, keep=1.0)
+    walk = [prompts[request] for request in order.requests]
+    for before, prompt, shared in zip(walk, walk[1:], order.shared[1:]):
+        surely = max(0, shared - 1)
+        assert prompt[:surely] == before[:surely]
+    assert order.shared.sum() == tree.saved_tokens
