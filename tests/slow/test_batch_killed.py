@@ -21,7 +21,7 @@ from headrace.offline.jobs.folder import JobFolder, list_jobs
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 KILLS = 20
-LINES = 2400
+LINES = 3600
 WRONG = (100, 1555, 2399)  # lines that are no requests
 ENGINE = ("--threads", "1", "--kv-memory", "8MiB", "--max-num-seqs", "16", "--no-store")
 
