@@ -12,7 +12,7 @@ from headrace.core.errors import ModelError
 from headrace.perf.density import CostRates, density
 from headrace.perf.model_config import preset, shape_of
 from headrace.perf.overlap import overlapped
-from headrace.perf.presets import accelerator
+from headrace.perf.presets import accelerator, as_run
 from headrace.perf.roofline import optimum_seconds
 from headrace.perf.step_time import StepTimeModel, linear_seconds
 
@@ -66,14 +66,14 @@ def test_only_devices_that_overlap_gain_by_it() -> None:
     gpu = accelerator("A100")
     assert optimum_seconds(3.0, 2.0, gpu) == pytest.approx(4.0)  # 3 + 2 * 0.4 / 0.8
     assert optimum_seconds(1.0, 2.0, gpu) == pytest.approx(2 + 0.2 / 0.6)
-    assert optimum_seconds(3.0, 2.0, gpu, overlap=False) == 5.0
+    assert optimum_seconds(3.0, 2.0, as_run(gpu, False)) == 5.0
     assert overlapped(3.0, 2.0, [(0.0, 1.0)]) == 3.0
 
 
 def test_step_time_overlaps_reading_where_asked() -> None:
     shape = LLAMA
     assert shape is not None
-    apart, beside = StepTimeModel(accelerator("A100"), shape), StepTimeModel(accelerator("A100"), shape, overlap=True)
+    apart, beside = (StepTimeModel(as_run(accelerator("A100"), overlap), shape) for overlap in (False, True))
     load = apart.prefill(0, 2048) + apart.decode(20000)
     compute, memory = apart.parts(load)
     assert apart.seconds(load) == pytest.approx(apart.fixed + compute + memory)

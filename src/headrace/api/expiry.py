@@ -1,5 +1,6 @@
 """How long files are kept: OpenAI's `expires_after` of an upload and `output_expires_after` of a batch."""
 
+import re
 from collections.abc import Mapping
 from typing import Annotated, Literal
 
@@ -7,6 +8,8 @@ import msgspec
 
 from headrace.api.schema import wrong_type
 from headrace.core.errors import InvalidRequest
+
+_FIELD = re.compile(r"expires_after\[(anchor|seconds)\]")
 
 
 class ExpiresAfter(msgspec.Struct, frozen=True):
@@ -31,17 +34,16 @@ def expiry_of(fields: Mapping[str, str]) -> int | None:
     Raises:
         InvalidRequest: a field is missing or wrong.
     """
-    asked = {
-        name: fields[field]
-        for name in ExpiresAfter.__struct_fields__
-        if (field := f"expires_after[{name}]") in fields
-    }  # fmt: skip
-    for name in fields:
-        if name.startswith("expires_after") and name.removeprefix("expires_after") not in ("[anchor]", "[seconds]"):
+    asked = {}
+    for field, value in fields.items():
+        named = _FIELD.fullmatch(field)
+        if named is not None:
+            asked[named[1]] = value
+        elif field.startswith("expires_after"):
             said = (
-                "name the end of a file by the fields `expires_after[anchor]` and `expires_after[seconds]` of the form"
+                "the end of a file is named by the form's fields `expires_after[anchor]` and `expires_after[seconds]`"
             )
-            raise InvalidRequest(f"{said}, got {name[:100]!r}", "expires_after")
+            raise InvalidRequest(f"{said}, got {field[:100]!r}", "expires_after")
     if not asked:
         return None
     try:

@@ -28,6 +28,7 @@ from headrace.bench.workload import COMPLETIONS, mixed
 from headrace.core.config import Config, EngineConfig, ServerConfig
 from headrace.core.errors import HeadraceError
 from headrace.perf.model_config import shape_of_folder
+from headrace.perf.presets import as_run
 from headrace.perf.profile import load_or_default
 from headrace.perf.step_time import StepTimeModel
 
@@ -210,5 +211,5 @@ def _layer_seconds(config: EngineConfig, folder: Path) -> float:
     dtype = "float32" if config.model.dtype == "auto" else config.model.dtype
     device = "cpu" if config.model.device == "auto" else config.model.device
     shape = shape_of_folder(folder, dtype)
-    times = StepTimeModel(load_or_default(device, config.model.threads, dtype), shape)
+    times = StepTimeModel(as_run(load_or_default(device, config.model.threads, dtype), config.model.overlap), shape)
     return times.seconds(times.prefill(0, config.scheduler.max_num_batched_tokens)) / shape.layers

@@ -14,7 +14,7 @@ import numpy as np
 
 from headrace.bench.blend_traces import QUESTIONS, VIDEO_SPREAD, Trace, make_trace
 from headrace.core.errors import ConfigError
-from headrace.offline.planning.admission import ORACLE, ORDERS, make_admission
+from headrace.offline.planning.admission import ORACLE, check_order, make_admission
 from headrace.offline.planning.blend import PAGE, BlendAdmission
 from headrace.offline.planning.simulated_engine import Run, SimulatedEngine
 from headrace.offline.planning.tree import PrefixTree
@@ -93,8 +93,7 @@ def simulate(
         ConfigError: there is no such order, or no such trace.
     """
     for name in orders:
-        if name not in (*ORDERS, ORACLE):
-            raise ConfigError(f"--order: {name!r} is not one of {', '.join((*ORDERS, ORACLE))}")
+        check_order(name, oracle=True)
     profile, model = setting.device(), paper_model()
     rates = CostRates.of(profile, model, STEP_TOKENS)
     try:
@@ -104,9 +103,7 @@ def simulate(
     except ValueError as error:
         raise ConfigError(str(error)) from error
     requests = trace.requests
-    tree = PrefixTree.of(requests, PAGE)
-    saved = np.empty(len(requests), np.int64)
-    saved[requests.by_tokens.leaves] = requests.by_tokens.common
+    tree, saved = PrefixTree.of(requests, PAGE), requests.by_tokens.saved
     prompts = requests.prompt_lengths
     memory = rates.memory(prompts, trace.lengths)
     sharing = float(saved.sum() / prompts.sum())

@@ -19,7 +19,7 @@ from headrace.bench.progress import progress
 from headrace.bench.workload import Item
 from headrace.core.errors import ConfigError, HeadraceError
 from headrace.perf.presets import as_run
-from headrace.perf.step_time import StepTimeModel
+from headrace.perf.step_time import StepLoad, StepTimeModel
 
 _STEPS = 5  # of each kind in a round
 _numbers = count()
@@ -77,7 +77,7 @@ def measure(engine: LocalEngine, mixes: Sequence[tuple[int, int]], context: int 
                 f"--mix {decoding}+{prompt}: a step of this engine has at most {limits.max_num_seqs} sequences and "
                 f"{limits.max_num_batched_tokens} tokens; raise --max-num-seqs or --max-num-batched-tokens"
             )
-    times = StepTimeModel(as_run(roofline_profile(info, engine.config), info.overlap), engine.shape, info.overlap)
+    times = StepTimeModel(as_run(roofline_profile(info, engine.config), info.overlap), engine.shape)
     found = [Mix(decoding, prompt, _predicted(times, decoding, prompt, context)) for decoding, prompt in mixes]
     with progress("mixed steps", rounds * len(found)) as advance:
         for number in range(rounds):
@@ -88,10 +88,7 @@ def measure(engine: LocalEngine, mixes: Sequence[tuple[int, int]], context: int 
 
 
 def _predicted(times: StepTimeModel, decoding: int, prompt: int, context: int) -> float:
-    row, load = times.decode(context), times.prefill(0, prompt, sampled=1)
-    rows = row
-    for _ in range(decoding - 1):
-        rows += row
+    rows, load = sum([times.decode(context)] * decoding, StepLoad()), times.prefill(0, prompt, sampled=1)
     return times.seconds(rows + load) / (times.seconds(rows) + times.seconds(load))
 
 

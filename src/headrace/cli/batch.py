@@ -57,11 +57,11 @@ def run(
 ) -> None:
     """Answer every request of a file, also across crashes: what is done is kept, the rest is resumed."""
     from headrace.bench import plot as drawing
-    from headrace.offline.jobs.device import check_order
     from headrace.offline.jobs.errors import JobError
     from headrace.offline.jobs.folder import create_job
     from headrace.offline.jobs.lines import check_file
     from headrace.offline.jobs.spec import JobSpec, new_job_id
+    from headrace.offline.planning.admission import check_order
 
     check_order(order)
     check_file(input)

@@ -28,7 +28,7 @@ def bench_batch_dp(
     from headrace.bench.batch_mixes import make_job, several
     from headrace.bench.local_engine import model_folder, with_pool_of
     from headrace.model.memory import read_config
-    from headrace.offline.jobs.device import check_order
+    from headrace.offline.planning.admission import check_order
 
     check_order(order)
     config = replace(config, store=replace(config.store, store=False))  # what is reused must come from the pools

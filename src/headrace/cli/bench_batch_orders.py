@@ -39,13 +39,12 @@ def bench_batch_orders(
     from headrace.bench.batch_mixes import MIXES, make_job
     from headrace.bench.local_engine import LocalEngine, with_pool_of
     from headrace.core.errors import ConfigError
-    from headrace.offline.planning.admission import ORACLE, ORDERS
+    from headrace.offline.planning.admission import check_order
 
     drawing.check(plot)
     orders = list(dict.fromkeys(order or _DEFAULT))
     for name in orders:
-        if name not in (*ORDERS, ORACLE):
-            raise ConfigError(f"--order: {name!r} is not one of {', '.join((*ORDERS, ORACLE))}")
+        check_order(name, oracle=True)
     mixes = list(dict.fromkeys(mix or MIXES))
     for name in mixes:
         if name not in MIXES:

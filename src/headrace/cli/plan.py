@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from headrace.offline.planning.target import Target
 
 _ACCELERATOR_SEQS, _ACCELERATOR_TOKENS = 512, 2048  # what serving engines use on large accelerators
-_PAGE = 16  # tokens that the last page of a sequence may waste
 
 
 def plan(
@@ -65,13 +64,13 @@ def plan(
     from headrace.offline.plan_groups import MOST_GROUPS
     from headrace.offline.plan_lengths import expected_lengths
     from headrace.offline.plan_report import make_plan
-    from headrace.offline.planning.admission import ORDERS
+    from headrace.offline.planning.admission import ORDERS, check_order
+    from headrace.offline.planning.blend import PAGE
 
     drawing.check(plot, requests, output, lengths)
     orders = list(dict.fromkeys(order or ORDERS))
     for name in orders:
-        if name not in ORDERS:
-            raise ConfigError(f"--order: {name!r} is not one of {', '.join(ORDERS)}")
+        check_order(name)
     if (output is not None or plot is not None) and "blend" not in orders:
         orders.append("blend")
     if output is not None and os.path.lexists(output):
@@ -81,7 +80,7 @@ def plan(
         raise ConfigError(f"-o {output}: there is no folder {output.absolute().parent}")
     check_file(requests)
     target, folder = _target(model, device, threads, dtype, kv_tokens, max_num_seqs, max_num_batched_tokens)
-    room = target.kv_tokens - _PAGE
+    room = target.kv_tokens - PAGE  # of which the last page of a sequence may waste the most
     with progress(f"reading {requests.name}", max(1, requests.stat().st_size)) as advance:
         given = _read(requests, model, folder, target.kv_tokens, room, advance)
     expected = expected_lengths(given, lengths, output_share, room)

@@ -133,7 +133,7 @@ def build(
         cache.page_size,
         cache.prefix_caching,
     )
-    times = StepTimeModel(as_run(profile, overlap), cost_shape(shape, kv_shape), overlap)
+    times = StepTimeModel(as_run(profile, overlap), cost_shape(shape, kv_shape))
     opened = open_the_store(config.store, store_layout(config.store, shape, kv_shape)) if cache.prefix_caching else None
     flow = None
     if opened is not None:

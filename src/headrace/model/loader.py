@@ -21,6 +21,7 @@ from headrace.model.reading import read_model
 from headrace.model.release import Weights
 from headrace.model.shape import count_shape
 from headrace.model.support import check_config
+from headrace.perf.model_config import longest_context
 
 __all__ = ["MemoryEstimate", "estimate", "load"]
 
@@ -127,10 +128,9 @@ def _dtype(config: Any, name: str) -> torch.dtype:
 
 
 def _max_position(config: Any, asked: int) -> int:
-    supported = int(getattr(config, "max_position_embeddings", 0) or 0)
-    parameters = getattr(config, "rope_parameters", None) or {}
-    if parameters.get("rope_type") == "dynamic":
-        supported = int(supported * parameters.get("factor", 1.0))
+    supported = longest_context(
+        getattr(config, "max_position_embeddings", None), getattr(config, "rope_parameters", None)
+    )
     if asked < 0:
         raise ConfigError(f"max_model_len must not be negative, got {asked}")
     if asked and supported and asked > supported:

@@ -6,6 +6,8 @@ from typing import Any
 
 import msgspec
 
+from headrace.perf.model_config import longest_context
+
 
 @dataclass(frozen=True, slots=True)
 class ModelLimits:
@@ -37,8 +39,6 @@ def model_limits(folder: Path | None, name: str, kv_tokens: int, room: int) -> M
         return ModelLimits(kv_tokens, room=room)
     config: dict[str, Any] = msgspec.json.decode((folder / "config.json").read_bytes())
     config = config.get("text_config") or config
-    context = config.get("max_position_embeddings") or kv_tokens
-    scaling = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    if "dynamic" in (scaling.get("rope_type"), scaling.get("type")):
-        context = int(context * scaling.get("factor", 1.0))
+    rope = config.get("rope_parameters") or config.get("rope_scaling")
+    context = longest_context(config.get("max_position_embeddings"), rope) or kv_tokens
     return ModelLimits(min(context, kv_tokens), config["vocab_size"], frozenset((name,)), room)

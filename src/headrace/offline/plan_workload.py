@@ -1,7 +1,5 @@
 """A job's requests with what they cost on a device, what they share, and what they take in an order."""
 
-import numpy as np
-
 from headrace.offline.planning.admission import ORACLE, make_admission
 from headrace.offline.planning.blend import PAGE
 from headrace.offline.planning.requests import JobRequests
@@ -28,11 +26,9 @@ class Workload:
 
     def __init__(self, requests: JobRequests, lengths: Ints, target: Target) -> None:
         self.requests, self.lengths, self.target = requests, lengths, target
-        self.leaves, exact = requests.by_tokens.leaves, requests.by_tokens.common
+        self.leaves, self.saved = requests.by_tokens.leaves, requests.by_tokens.saved
         self._tree = PrefixTree.of(requests, PAGE)
-        self._borrowed = borrowed_tokens(self._tree, exact, PAGE)
-        self.saved = np.empty(len(requests), np.int64)
-        self.saved[self.leaves] = exact
+        self._borrowed = borrowed_tokens(self._tree, requests.by_tokens.common, PAGE)
         rates = CostRates.of(target.profile, target.model, target.step_tokens)
         prompts = requests.prompt_lengths
         self.compute, self.memory = rates.compute(prompts, lengths, self.saved), rates.memory(prompts, lengths)

@@ -44,6 +44,18 @@ def preset(name: str, dtype: str | None = None) -> ModelShape | None:
     return None if config is None else shape_of(config, dtype)
 
 
+def longest_context(positions: int | None, rope: Mapping[str, Any] | None) -> int:
+    """Tokens that a decoder supports; 0 where its configuration does not say.
+
+    Args:
+        positions: `max_position_embeddings` of a Transformers configuration.
+        rope: its `rope_parameters`, or what older ones call `rope_scaling`.
+    """
+    rope, longest = rope or {}, int(positions or 0)
+    dynamic = "dynamic" in (rope.get("rope_type"), rope.get("type"))
+    return int(longest * rope.get("factor", 1.0)) if dynamic else longest
+
+
 def shape_of_folder(folder: Path, dtype: str | None = None, kv_dtype: str | None = None) -> ModelShape:
     """The shape of the model in a folder, from its `config.json`.
 

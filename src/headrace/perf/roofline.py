@@ -98,7 +98,7 @@ def roofline_seconds(work: Work, shape: ModelShape, profile: DeviceProfile) -> f
     return flops / profile.best_gemm_rate(512) + work.kv_bytes / profile.sum_read
 
 
-def optimum_seconds(compute: float, memory: float, profile: DeviceProfile, overlap: bool = True) -> float:
+def optimum_seconds(compute: float, memory: float, profile: DeviceProfile) -> float:
     """The least time of a workload by the device's own overlap rule, whatever the order.
 
     With perfect sharing and an unlimited cache a workload is `compute` seconds of compute-bound work (each distinct
@@ -106,4 +106,4 @@ def optimum_seconds(compute: float, memory: float, profile: DeviceProfile, overl
     both side by side the optimum is their overlapped time, which the profile's interference makes longer than the
     larger of the two (the "practical optimum" of BlendServe); on a CPU, whose one pool of cores serves both, their sum.
     """
-    return overlapped(compute, memory, profile.overlap if overlap else ())
+    return overlapped(compute, memory, profile.overlap)

@@ -38,13 +38,12 @@ class StepTimeModel:
 
     Linears and head take the measured GEMM rate for their rows, KV reading and element-wise traffic the measured
     bandwidths, prefill attention its rate, plus fixed overheads. Operators run one after another, so their times add
-    up; with `overlap`, KV reading runs beside the rest as far as the profile says it can.
+    up; where the profile overlaps, KV reading runs beside the rest as far as it says (`presets.as_run`).
     """
 
-    def __init__(self, profile: DeviceProfile, shape: ModelShape, overlap: bool = False) -> None:
+    def __init__(self, profile: DeviceProfile, shape: ModelShape) -> None:
         self.profile = profile
         self.shape = shape
-        self._overlap = profile.overlap if overlap else ()
         self._fixed = profile.step_overhead + shape.layers * profile.layer_overhead
 
     def decode(self, context: int) -> StepLoad:
@@ -60,7 +59,7 @@ class StepTimeModel:
         if load.rows == 0:
             return 0.0
         compute, memory = self.parts(load)
-        return self._fixed + overlapped(compute, memory, self._overlap)
+        return self._fixed + overlapped(compute, memory, self.profile.overlap)
 
     def parts(self, load: StepLoad) -> tuple[float, float]:
         """Seconds of a step's compute-bound and of its memory-bound work, without the fixed overheads."""

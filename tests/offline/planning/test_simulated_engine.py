@@ -12,6 +12,7 @@ from headrace.offline.planning.fixed import FixedAdmission
 from headrace.offline.planning.requests import JobRequests
 from headrace.offline.planning.simulated_engine import Run, SimulatedEngine
 from headrace.offline.planning.tree import PrefixTree
+from headrace.perf.presets import as_run
 from headrace.perf.step_time import StepTimeModel
 
 
@@ -75,7 +76,7 @@ def test_overlap_shortens_steps_where_the_device_overlaps() -> None:
     tree = PrefixTree.of(requests, 16)
     seconds = []
     for overlap in (True, False):
-        engine = SimulatedEngine(requests, lengths, tree, GPU, MODEL, 1000, overlap=overlap)
+        engine = SimulatedEngine(requests, lengths, tree, as_run(GPU, overlap), MODEL, 1000)
         run = engine.run(FixedAdmission(np.arange(40), 40))
         seconds.append(run.seconds)
         if not overlap:

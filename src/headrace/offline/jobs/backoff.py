@@ -7,7 +7,7 @@ RETRY_SECONDS = 0.25
 
 
 class Backoff:
-    """The way to one engine: after a refusal nobody goes it for a while, and then one after another.
+    """The way to one engine: after a refusal nobody takes it for a while, and then one after another.
 
     Args:
         seconds: that it is closed after a refusal.

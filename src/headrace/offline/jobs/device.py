@@ -5,10 +5,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from headrace.core.config import EngineConfig
-from headrace.core.errors import ConfigError
 from headrace.core.events import EngineInfo
 from headrace.offline.jobs.optimum import Optimum
-from headrace.offline.planning.admission import ORDERS
+from headrace.offline.planning.admission import check_order
 from headrace.offline.planning.fleet import Fleet
 from headrace.offline.planning.requests import JobRequests
 from headrace.offline.planning.target import Target
@@ -71,9 +70,3 @@ def device_of(info: EngineInfo, config: EngineConfig) -> JobDevice:
         ),
         window=max(1, min(4 * limits.max_num_seqs, limits.max_queue // 2)),
     )
-
-
-def check_order(order: str) -> None:
-    """Raise `ConfigError` for an order that there is none of."""
-    if order not in ORDERS:
-        raise ConfigError(f"--order: {order!r} is not one of {', '.join(ORDERS)}")

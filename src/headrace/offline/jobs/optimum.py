@@ -1,7 +1,5 @@
 """How long the work of a job takes at best, while the job runs."""
 
-import numpy as np
-
 from headrace.offline.planning.requests import JobRequests
 from headrace.perf.density import CostRates
 from headrace.perf.model_shape import ModelShape
@@ -23,9 +21,7 @@ class Optimum:
         self._profile = profile
         self._rates = CostRates.of(profile, shape, step_tokens)
         self._prompts = requests.prompt_lengths
-        found = requests.by_tokens
-        self._saved = np.empty(len(requests), np.int64)
-        self._saved[found.leaves] = found.common
+        self._saved = requests.by_tokens.saved
         self._compute = self._memory = 0.0
 
     def finish(self, request: int, output_tokens: int) -> None:

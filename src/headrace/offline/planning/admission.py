@@ -69,6 +69,21 @@ class Admission(Protocol):
         ...
 
 
+def check_order(order: str, oracle: bool = False) -> None:
+    """Refuse an order that there is none of.
+
+    Args:
+        order: its name.
+        oracle: the true lengths are known.
+
+    Raises:
+        ConfigError: there is no such order.
+    """
+    known = (*ORDERS, ORACLE) if oracle else ORDERS
+    if order not in known:
+        raise ConfigError(f"--order: {order!r} is not one of {', '.join(known)}")
+
+
 def make_admission(
     order: str,
     requests: JobRequests,
@@ -102,13 +117,10 @@ def make_admission(
     from headrace.offline.planning.blend import BlendAdmission
     from headrace.offline.planning.fixed import FixedAdmission, fixed_order
 
-    if order == ORACLE:
-        if lengths is None:
-            raise ConfigError(f"--order: {ORACLE} needs the true output lengths, which only an evaluation has")
-        order = "blend"
-    if order not in ORDERS:
-        raise ConfigError(f"--order: {order!r} is not one of {', '.join(ORDERS)}")
-    if order == "blend" and len(requests):
+    check_order(order, oracle=True)
+    if order == ORACLE and lengths is None:
+        raise ConfigError(f"--order: {ORACLE} needs the true output lengths, which only an evaluation has")
+    if order in ("blend", ORACLE) and len(requests):
         return BlendAdmission(requests, profile, model, kv_tokens, seed, lengths, max_seqs, step_tokens, part)
     rates = CostRates.of(profile, model)
     return FixedAdmission(fixed_order(order, requests, seed, rates, lengths), 2 * max_seqs, part)

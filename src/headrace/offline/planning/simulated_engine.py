@@ -81,7 +81,6 @@ class SimulatedEngine:
         kv_tokens: tokens of the pool.
         max_seqs: sequences at once.
         step_tokens: rows of a step at most.
-        overlap: compute and memory work run side by side, where the profile says how.
         page: tokens of a KV page; a sequence's last one is half empty on average.
         reserve: a prompt begins only when all that run should find room to their ends (true lengths are known to it);
             else when the prompt itself fits, as engines do.
@@ -100,7 +99,6 @@ class SimulatedEngine:
         *,
         max_seqs: int = 64,
         step_tokens: int = 512,
-        overlap: bool = True,
         page: int = 16,
         reserve: bool = False,
         borrowed: NDArray[np.int64] | None = None,
@@ -113,7 +111,6 @@ class SimulatedEngine:
         self._max_seqs, self._step_tokens = max_seqs, max(1, step_tokens)
         self._reserve, self._waste = reserve, page // 2
         self._borrowed: list[int] = [0] * len(requests) if borrowed is None else borrowed.tolist()
-        self._overlap = profile.overlap if overlap else ()
         rows = range(self._step_tokens + max_seqs + 1)
         per_row = model.activation_bytes / profile.copy
         self._linear = [linear_seconds(model, profile, n) + n * per_row for n in rows]
@@ -183,7 +180,7 @@ class SimulatedEngine:
         sampled = decoding + sum(prompt.at == prompt.end for prompt, _ in chunks)
         compute += self._linear[decoding + prefill] + self._head[sampled]
         memory = self._read_seconds()
-        seconds = self._fixed + overlapped(compute, memory, self._overlap)
+        seconds = self._fixed + overlapped(compute, memory, self._profile.overlap)
         held = float(self._cache.held)
         self._now += seconds
         self._columns.append(np.array([[seconds], [compute], [memory], [decoding + prefill], [prefill], [held]]))
@@ -321,7 +318,9 @@ class SimulatedEngine:
         base = self._read_seconds()
         grown = base + np.arange(steps) * decoding * self._kv_seconds
         compute = self._linear[decoding] + self._head[decoding]
-        seconds = np.array([self._fixed + overlapped(compute, memory, self._overlap) for memory in grown.tolist()])
+        seconds = np.array(
+            [self._fixed + overlapped(compute, memory, self._profile.overlap) for memory in grown.tolist()]
+        )
         self._now += float(seconds.sum())
         full = np.full(steps, float(decoding))
         held = self._cache.held - np.arange(steps - 1, -1, -1.0) * decoding

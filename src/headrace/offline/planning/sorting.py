@@ -30,6 +30,13 @@ class SortedPrompts:
     leaves: Ints
     common: Ints
 
+    @property
+    def saved(self) -> Ints:
+        """int64 [n], by request: prompt tokens that perfect prefix sharing leaves out."""
+        found = np.empty(len(self.leaves), np.int64)
+        found[self.leaves] = self.common
+        return found
+
 
 def sort_prompts(tokens: Tokens, offsets: Ints) -> SortedPrompts:
     """Sort the prompts of a job.
